@@ -1,0 +1,208 @@
+"""The node's path: 64 payloads of 1 MiB from the engine's pages into the cache and back.
+
+    python -m benchmarks.node_path [--rounds 15] [--layers 16]
+
+Beside every figure, in the same run: the same 64 blocks copied one by one with numpy (the ceiling of the ratio
+`/ numpy`), one torch copy of all of them (`/ torch`), and, for streams, the same bytes sent through bare gRPC.
+Save is what the engine waits for: free slots, the copy, the queueing of the commit; the commit itself runs beside it.
+Load is what a transfer thread does: the lookup's answer, generations, the copy, generations again.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import threading
+import time
+
+import grpc
+import numpy as np
+import torch
+
+from benchmarks.bench import client, median, rounds, server, table
+from connector.client import CHUNK_BYTES, CacheClient, LookupAnswer
+from connector.kv_layout import KVLayout, layout_of
+from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
+from connector.worker import WorkerSide
+
+NUM_BLOCKS = 64
+PAYLOAD_BYTES = 1 << 20
+TOTAL_BYTES = NUM_BLOCKS * PAYLOAD_BYTES
+
+
+def names(round_number: int) -> list[BlockName]:
+    """The keys of one chain of 64 blocks that no other round has."""
+    keys = [hashlib.blake2b(f"{round_number}/{i}".encode(), digest_size=16).digest() for i in range(NUM_BLOCKS)]
+    parents = [b"\0" * 16, *keys[:-1]]
+    return [BlockName(key, parent, i) for i, (key, parent) in enumerate(zip(keys, parents, strict=True))]
+
+
+def engine_pages(num_layers: int) -> tuple[KVLayout, list[torch.Tensor]]:
+    """An engine's KV: twice the blocks, so that a load goes to other blocks than those that were saved."""
+    page_words = PAYLOAD_BYTES // num_layers // 8
+    tensors = {
+        f"layer.{i}": torch.randint(1 << 40, (2 * NUM_BLOCKS, page_words), dtype=torch.int64) for i in range(num_layers)
+    }
+    layout = layout_of(tensors, list(tensors), dict.fromkeys(tensors, page_words * 8), 2 * NUM_BLOCKS)
+    return layout, list(tensors.values())
+
+
+class Bench:
+    """One worker and one scheduler-side line on one address."""
+
+    def __init__(self, worker: WorkerSide, asker: CacheClient, order: list[int]) -> None:
+        self.worker = worker
+        self.asker = asker
+        self.order = order
+        self.round = 0
+        self.stored = 0
+
+    def save(self) -> float:
+        """Seconds that the engine's thread spends. Afterwards (not counted) waits until the server has the blocks."""
+        self.round += 1
+        saves = tuple(SaveSpec(self.order[i], name) for i, name in enumerate(names(self.round)))
+        started = time.perf_counter()
+        self.worker.begin_step(StepPlan(saves=saves))
+        self.worker.finish_saves()
+        elapsed = time.perf_counter() - started
+        self._wait_stored()
+        return elapsed
+
+    def _wait_stored(self) -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            counts = self.worker.take_counts()
+            assert not counts.get("dropped_blocks"), counts
+            self.stored += counts.get("saved_blocks", 0)
+            if self.stored >= self.round * NUM_BLOCKS:
+                time.sleep(0.05)  # the slots ahead are filled up again
+                return
+            time.sleep(0.002)
+        raise RuntimeError(f"{self.stored} blocks stored of {self.round * NUM_BLOCKS}")
+
+    def load(self) -> float:
+        """Seconds from the question to the last byte in the engine's pages."""
+        keys = b"".join(name.key for name in names(self.round))
+        started = time.perf_counter()
+        call = self.asker.lookup(keys, 0, lease=True)
+        assert call is not None
+        call.wait(5)
+        answer = call.answer()
+        assert isinstance(answer, LookupAnswer) and answer.hit_end == NUM_BLOCKS, answer
+        request_id = f"load-{self.round}"
+        spec = LoadSpec(
+            request_id,
+            tuple(NUM_BLOCKS + block for block in self.order),
+            keys,
+            answer.slots.tobytes(),
+            answer.generations.tobytes(),
+            answer.lease_id,
+            answer.server_epoch,
+        )
+        self.worker.start_loads([spec])
+        while request_id not in self.worker.take_finished():
+            time.sleep(0.0002)
+        elapsed = time.perf_counter() - started
+        assert not self.worker.take_failed_blocks()
+        self.asker.release([answer.lease_id])
+        return elapsed
+
+
+class RawStream:
+    """The same bytes through bare gRPC: messages of 1 MiB, nothing parsed, nothing kept."""
+
+    def __init__(self) -> None:
+        self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
+        handlers = {
+            "Put": grpc.stream_unary_rpc_method_handler(lambda messages, _: b"%d" % sum(len(m) for m in messages)),
+            "Get": grpc.unary_stream_rpc_method_handler(lambda _request, _: iter([self._message] * NUM_BLOCKS)),
+        }
+        self._message = bytes(CHUNK_BYTES)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", handlers),))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+        options = [("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=options)
+
+    def put(self) -> None:
+        self._channel.stream_unary("/raw/Put")(iter([self._message] * NUM_BLOCKS))
+
+    def get(self) -> None:
+        assert sum(len(m) for m in self._channel.unary_stream("/raw/Get")(b"")) == TOTAL_BYTES
+
+    def close(self) -> None:
+        self._channel.close()
+        self._server.stop(None).wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=16)
+    args = parser.parse_args()
+    layout, tensors = engine_pages(args.layers)
+    source = np.random.default_rng(1).integers(0, 1 << 40, (NUM_BLOCKS, PAYLOAD_BYTES // 8))
+    target = np.zeros_like(source)
+    torch_source, torch_target = torch.from_numpy(source), torch.from_numpy(target.copy())
+
+    def one_by_one() -> None:
+        for block in range(NUM_BLOCKS):
+            np.copyto(target[block], source[block])
+
+    contiguous = list(range(NUM_BLOCKS))
+    scattered = np.random.default_rng(2).permutation(NUM_BLOCKS).tolist()
+    rows: list[list[str]] = []
+    with server("3GiB") as (unix_address, tcp_address):
+        for path, address in (("mapped slots", unix_address), ("streams", tcp_address)):
+            with (
+                client(address, payload_bytes=layout.payload_bytes, shard=0) as line,
+                client(unix_address) as asker,
+            ):
+                worker = WorkerSide(
+                    line, layout, block_size=16, shard=0, slots_ahead=4 * NUM_BLOCKS, staging_bytes=512 << 20,
+                    load_timeout_s=30.0,
+                )  # fmt: skip
+                worker.start()
+                time.sleep(1.0)  # slots are reserved and touched
+                for order_name, order in (("contiguous", contiguous), ("scattered", scattered)):
+                    bench = Bench(worker, asker, order)
+                    bench.round = hash((path, order_name)) % 10**9 * 1000
+                    bench.stored = bench.round * NUM_BLOCKS
+                    raw = RawStream()
+                    cases = {
+                        "numpy": one_by_one,
+                        "torch": lambda: torch_target.copy_(torch_source),
+                        "save": bench.save,
+                        "load": bench.load,
+                        "raw put": raw.put,
+                        "raw get": raw.get,
+                    }
+                    seconds = {name: median(values) for name, values in rounds(cases, args.rounds).items()}
+                    raw.close()
+                    check_bytes(tensors, order)
+                    for verb, bare in (("save", "raw put"), ("load", "raw get")):
+                        rows.append(
+                            [
+                                f"{path}, {verb}, {order_name} block_ids",
+                                f"{TOTAL_BYTES / seconds[verb] / 1e9:.1f}",
+                                f"{seconds['numpy'] / seconds[verb]:.2f}",
+                                f"{seconds['torch'] / seconds[verb]:.2f}",
+                                f"{seconds[bare] / seconds[verb]:.2f}" if path == "streams" else "",
+                            ]
+                        )
+                worker.shutdown()
+    table(
+        f"64 payloads of 1 MiB, {args.layers} layers, median of {args.rounds} rounds",
+        ["", "GB/s", "/ numpy", "/ torch", "/ bare gRPC"],
+        rows,
+    )
+
+
+def check_bytes(tensors: list[torch.Tensor], order: list[int]) -> None:
+    for tensor in tensors:
+        blocks = torch.tensor(order)
+        assert torch.equal(tensor[blocks], tensor[blocks + NUM_BLOCKS]), "a load brought other bytes than were saved"
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "engine"
+    main()

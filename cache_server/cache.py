@@ -1,0 +1,633 @@
+"""The story of the cache: blocks get names, names are looked up and promised, and when memory is full some go.
+
+A key names its payload for ever; the first commit wins. So nothing here ever compares versions, and a block that
+is not here is never wrong, only absent.
+
+    attach ─▶ lookup ─▶ (lease) ─▶ the client copies or `get`s ─▶ release
+           ─▶ reserve ─▶ the client copies ─▶ commit                    or  put
+
+Everything is synchronous, in domain values, on one thread: each method sees and leaves a consistent state, and
+whoever calls it may be a coroutine, a test or a benchmark. Time and random ids are passed in.
+
+Memory is found in this order: free slots of the class; a segment that nobody uses; more memory while the budget
+has room (later: `retry`); an empty segment of another class; then blocks have to go. A class that has less than its
+share takes the coldest segment from one that has more than its share; else it evicts its own oldest blocks. A class
+without sessions has no share to defend, but is robbed of blocks only that are older than the robber's own.
+
+Not here: threads, sockets, protobuf, tiers below memory. New segments are touched by the server (`Arena`), which
+asks `arena.wants_segment`. Cuts that clients have to hear of are in `arena.take_assigned()`.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_server.arena import NO_SLOTS, Arena, Cut, SlotClass, Slots
+from cache_server.errors import InvalidRequest, Mismatch
+from cache_server.index import Index, Rows
+from cache_server.leases import LEASED_SHARE, Leases
+from cache_server.metrics import Counters
+from cache_server.namespaces import Namespace, ShardLayout
+from cache_server.sessions import Session, Sessions, Worker
+
+STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
+MAX_SHARDS = 1024
+MAX_LOOKUP_SLOTS = 256 * 1024  # num_shards × blocks that one lookup promises: its reply stays below 4 MiB
+HOARD_SHARE = 0.25  # of the budget, per session
+_NO_ROWS: Rows = np.empty(0, dtype=np.int64)
+TAKE_EVERY_S = 1.0  # how often a class looks for a cold segment of others after it found none
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One worker's part of every block, as its process describes it."""
+
+    index: int
+    payload_bytes: int
+    descriptor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Who attaches. `shard` is None for a scheduler side."""
+
+    engine_id: str
+    client_name: str
+    pid: int
+    fingerprint: bytes
+    text: str
+    key_bytes: int
+    num_shards: int
+    shard: Shard | None
+    wants_descriptors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Which blocks are present; [hit_start, hit_end) is promised, or merely present when no lease was asked.
+
+    Slots come with a lease only: without the promise they are worth nothing.
+    """
+
+    present: npt.NDArray[np.bool_]
+    hit_start: int
+    hit_end: int
+    lease_id: int
+    slots: Slots  # [num_shards][hit_end - hit_start]
+    generations: npt.NDArray[np.uint32]
+    retry: bool
+    missing_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A batch of names to give, column by column."""
+
+    keys: list[bytes]
+    parent_keys: list[bytes]
+    depths: list[int]
+    checksums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PutSlot:
+    """A slot that the server itself fills, for one payload of one Put."""
+
+    slot: int
+    flush_epoch: int
+    bytes: npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class HeldPayload:
+    """One payload that cannot be evicted until `drop_payload`; a flush shows in its generation."""
+
+    index: Index
+    row: int
+    shard: int
+    slot: int
+    generation: int
+    checksum: int  # 0: not known
+    bytes: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFigures:
+    """One namespace, for people."""
+
+    fingerprint: bytes
+    text: str
+    num_blocks: int
+    num_complete: int
+    stored_bytes: int
+    num_shards: int
+
+
+class Cache:
+    """Namespaces, sessions and leases over one arena."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        now: Callable[[], float] = monotonic,
+        new_id: Callable[[], int] = lambda: secrets.randbits(64) or 1,
+        new_ticket: Callable[[], bytes] = lambda: secrets.token_bytes(16),
+    ) -> None:
+        self.arena = arena
+        self.counters = Counters()
+        self.sessions = Sessions(now, new_id, new_ticket)
+        self.leases = Leases(now, new_id)
+        self._now = now
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._age = 0  # of the youngest use so far
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """A payload lies in one segment."""
+        return self.arena.segment_bytes
+
+    def max_reserved_bytes(self, slot_class: SlotClass | None = None) -> int:
+        """What one session may hoard; at least one slot."""
+        share = int(self.arena.budget_bytes * HOARD_SHARE)
+        return max(share, slot_class.slot_bytes) if slot_class else share
+
+    # --- sessions -------------------------------------------------------------------------------------------
+
+    def attach(self, client: Attachment) -> Session:
+        """A session in the client's namespace; the first of a namespace or shard fixes what it looks like."""
+        try:
+            self._check_attachment(client)
+            self.sessions.check_room()
+        except Exception:
+            self.counters.sessions_refused += 1
+            raise
+        namespace = self._namespaces.get(client.fingerprint)
+        if namespace is None:
+            namespace = Namespace(client.fingerprint, client.text, Index(client.key_bytes, client.num_shards))
+            self._namespaces[client.fingerprint] = namespace
+        worker = None
+        if client.shard is not None:
+            slot_class = self.arena.slot_class(client.fingerprint, client.shard.payload_bytes)
+            slot_class.num_sessions += 1
+            namespace.shards.setdefault(client.shard.index, ShardLayout(client.shard.descriptor, slot_class))
+            worker = Worker(client.shard.index, slot_class)
+        self.counters.sessions_attached += 1
+        return self.sessions.open(
+            client.engine_id,
+            client.client_name,
+            client.pid,
+            namespace,
+            worker,
+            client.wants_descriptors and worker is not None,
+        )
+
+    def _check_attachment(self, client: Attachment) -> None:
+        if len(client.fingerprint) != 32:
+            raise InvalidRequest(f"namespace fingerprint has {len(client.fingerprint)} bytes, not 32")
+        if client.key_bytes not in (16, 32):
+            raise InvalidRequest(f"keys of {client.key_bytes} bytes, not 16 or 32")
+        if not 1 <= client.num_shards <= MAX_SHARDS:
+            raise InvalidRequest(f"{client.num_shards} shards, not 1 to {MAX_SHARDS}")
+        namespace = self._namespaces.get(client.fingerprint)
+        if namespace is not None and (namespace.key_bytes, namespace.num_shards) != (
+            client.key_bytes,
+            client.num_shards,
+        ):
+            raise Mismatch(
+                f"namespace {client.fingerprint.hex()[:12]} has keys of {namespace.key_bytes} bytes and "
+                f"{namespace.num_shards} shards here, this client has {client.key_bytes} and {client.num_shards}"
+            )
+        shard = client.shard
+        if shard is None:
+            return
+        if shard.index >= client.num_shards:
+            raise InvalidRequest(f"shard {shard.index} of {client.num_shards}")
+        if not 1 <= shard.payload_bytes <= self.max_payload_bytes:
+            raise InvalidRequest(
+                f"payload of {shard.payload_bytes} bytes; a segment of this server has {self.max_payload_bytes} bytes, "
+                "and a payload lies in one segment"
+            )
+        fixed = namespace.shards.get(shard.index) if namespace else None
+        if fixed is None:
+            return
+        if fixed.slot_class.payload_bytes != shard.payload_bytes:
+            raise Mismatch(
+                f"shard {shard.index} has payloads of {fixed.slot_class.payload_bytes} bytes here, "
+                f"this client has {shard.payload_bytes}"
+            )
+        if fixed.descriptor != shard.descriptor:
+            raise Mismatch(f"shard {shard.index} has another layout here: the shard descriptors differ")
+
+    def detach(self, session: Session) -> None:
+        """Its Attach stream ended. With segments mapped it lingers, else it is over."""
+        session.is_attached = False
+        if not session.is_mapped:
+            self._end_session(session)
+
+    def unmap(self, session: Session) -> None:
+        """Its descriptor socket ended: no process can write into its slots any more, and the session is over."""
+        session.is_attached = False
+        self._end_session(session)
+
+    def _end_session(self, session: Session) -> None:
+        if self.sessions.find(session.id) is not session:
+            return
+        self.sessions.remove(session)
+        self.counters.sessions_ended += 1
+        self.counters.reserved_slots_returned += len(session.reserved)
+        if session.reserved:
+            self.arena.give_back(np.fromiter(session.reserved, np.uint64, len(session.reserved)))
+            session.reserved.clear()
+        if session.worker is not None:
+            session.worker.slot_class.num_sessions -= 1
+        self._forget_if_idle(session.namespace)
+
+    def _forget_if_idle(self, namespace: Namespace) -> None:
+        """Without sessions, blocks and half-written slots nothing is left to remember."""
+        if len(namespace.index) or self.sessions.of_namespace(namespace):
+            return
+        if self._namespaces.get(namespace.fingerprint) is not namespace:
+            return
+        if not all(slot_class.is_empty for slot_class in namespace.slot_classes):
+            return
+        for slot_class in namespace.slot_classes:
+            self.arena.close_class(slot_class)
+        del self._namespaces[namespace.fingerprint]
+
+    # --- lookup and leases ----------------------------------------------------------------------------------
+
+    def lookup(self, session_id: int, packed_keys: bytes, first: int, lease: bool) -> LookupResult:
+        """Which blocks are complete, and a promise for the run around block `first`."""
+        session = self.sessions.attached(session_id)
+        index = session.namespace.index
+        _check_packed("keys", packed_keys, index.key_bytes)
+        num_keys = len(packed_keys) // index.key_bytes
+        if first > num_keys:
+            raise InvalidRequest(f"first is {first}, but there are {num_keys} keys")
+        self.expire()
+        rows = index.find(packed_keys)
+        present = index.complete[rows]
+        start, end = _run_around(present, first)
+        self._check_distinct(rows[start:end])
+        self._touch(index, rows[:end])
+
+        missing_workers = self.sessions.missing_workers(session)
+        retry = False
+        if missing_workers:
+            start = end = first
+            self.counters.lookups_without_workers += 1
+        elif lease and end > start:
+            start, end, retry = self._cap(session.namespace, rows, start, first, end)
+        promised = rows[start:end]
+        lease_id = 0
+        if lease and len(promised):
+            lease_id = self.leases.grant(session.id, index, promised)
+            self.counters.leases_granted += 1
+        self.counters.lookups += 1
+        self.counters.lookup_asked_blocks += num_keys - first
+        self.counters.lookup_hit_blocks += end - first
+        self.counters.lookup_missed_blocks += num_keys - end
+        return LookupResult(
+            present,
+            start,
+            end,
+            lease_id,
+            index.slots[promised if lease_id else _NO_ROWS].T,
+            index.generations[promised if lease_id else _NO_ROWS].T,
+            retry,
+            missing_workers,
+        )
+
+    def _cap(self, namespace: Namespace, rows: Rows, start: int, first: int, end: int) -> tuple[int, int, bool]:
+        """Shorten [start, end) to what may still be leased: what the engine has itself goes first, then the tail."""
+        index = namespace.index
+        if (end - start) * index.num_shards > MAX_LOOKUP_SLOTS:
+            start = first
+            end = min(end, first + MAX_LOOKUP_SLOTS // index.num_shards)
+        room = (int(self.arena.budget_bytes * LEASED_SHARE) - self.leased_bytes) // namespace.block_bytes
+        fresh = np.cumsum(index.num_leases[rows[start:end]] == 0)
+        if len(fresh) == 0 or fresh[-1] <= room:
+            return start, end, False
+        fresh = np.cumsum(index.num_leases[rows[first:end]] == 0)
+        self.counters.leases_capped += 1
+        return first, first + int(np.searchsorted(fresh, max(room, 0), side="right")), True
+
+    def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
+        """End leases of this session."""
+        session = self.sessions.attached(session_id)
+        self.expire()
+        self.counters.leases_released += self.leases.release(session.id, lease_ids)
+
+    def renew(self, session_id: int, lease_ids: Iterable[int]) -> list[int]:
+        """Prolong leases of this session; returns those that live on."""
+        session = self.sessions.attached(session_id)
+        self.expire()
+        renewed = self.leases.renew(session.id, lease_ids)
+        self.counters.leases_renewed += len(renewed)
+        return renewed
+
+    def expire(self) -> None:
+        """End what is past its deadline. Called by each operation that depends on it, and by the server's timer."""
+        self.counters.leases_expired += self.leases.expire()
+        self.sessions.expire_tickets()
+
+    # --- reserve and commit: the client writes --------------------------------------------------------------
+
+    def reserve(self, session_id: int, num_slots: int) -> tuple[Slots, bool]:
+        """Slots for the session to write into, and whether asking again soon may bring more."""
+        session = self.sessions.attached(session_id)
+        worker = _worker_of(session)
+        if not session.is_mapped:
+            raise Mismatch(
+                "slots are reserved by sessions with a descriptor socket only: "
+                "without one the server could not see when their writer is gone"
+            )
+        slot_class = worker.slot_class
+        room = (self.max_reserved_bytes(slot_class) - session.reserved_bytes) // slot_class.slot_bytes
+        slots, retry = self._find_room(session.namespace, slot_class, min(num_slots, room))
+        session.reserved.update(dict.fromkeys(slots.tolist(), session.namespace.flush_epoch))
+        self.counters.reserved_slots += len(slots)
+        self.counters.reserve_short += len(slots) < num_slots
+        return slots, retry
+
+    def commit(self, session_id: int, slots: list[int], blocks: Blocks) -> bytes:
+        """Give names to written slots. A status per block; slots that got no name stay the session's."""
+        session = self.sessions.attached(session_id)
+        worker = _worker_of(session)
+        if len(slots) != len(blocks.keys):
+            raise InvalidRequest(f"{len(slots)} slots for {len(blocks.keys)} keys")
+        if len(set(slots)) != len(slots):
+            raise InvalidRequest("a slot is named twice in one commit")
+        for slot in slots:
+            if slot not in session.reserved:
+                raise InvalidRequest(f"slot {slot:#x} is not reserved by this session")
+        namespace = session.namespace
+        statuses = bytearray()
+        for position, slot in enumerate(slots):
+            if session.reserved[slot] != namespace.flush_epoch:
+                # The slot stays the session's, and what is written into it from now on may get a name.
+                session.reserved[slot] = namespace.flush_epoch
+                self.counters.commits_refused += 1
+                statuses.append(REFUSED)
+                continue
+            status = self._name(namespace, worker.shard, slot, blocks, position)
+            if status == STORED:
+                del session.reserved[slot]
+            statuses.append(status)
+        return bytes(statuses)
+
+    def _name(self, namespace: Namespace, shard: int, slot: int, blocks: Blocks, position: int) -> int:
+        key = blocks.keys[position]
+        index = namespace.index
+        self._age += 1
+        if index.has(key, shard):
+            index.last_use[index.row(key)] = self._age
+            self.counters.commits_already_present += 1
+            return ALREADY_PRESENT
+        depth = blocks.depths[position]
+        index.add(
+            key,
+            blocks.parent_keys[position] if depth else None,
+            depth,
+            shard,
+            slot,
+            self.arena.name(slot),
+            blocks.checksums[position],
+            self._age,
+            self._now(),
+        )
+        self.counters.commits_stored += 1
+        return STORED
+
+    # --- put: the server writes -----------------------------------------------------------------------------
+
+    def put_slot(self, session: Session, key: bytes) -> PutSlot | int | None:
+        """Where to write the payload of `key`: a slot; a status when it will not be written; None: ask again soon."""
+        self.sessions.attached(session.id)
+        worker = _worker_of(session)
+        namespace = session.namespace
+        if namespace.index.has(key, worker.shard):
+            self._touch(namespace.index, np.array([namespace.index.row(key)]))
+            self.counters.commits_already_present += 1
+            return ALREADY_PRESENT
+        slots, retry = self._find_room(namespace, worker.slot_class, 1)
+        if not len(slots):
+            return None if retry and self.arena.is_growing else DROPPED
+        slot = int(slots[0])
+        return PutSlot(slot, namespace.flush_epoch, self.arena.payload(slot, worker.slot_class.payload_bytes))
+
+    def put_commit(self, session: Session, put: PutSlot, blocks: Blocks, position: int, is_intact: bool) -> int:
+        """The payload is complete. Whatever the status, the slot is not the caller's any more."""
+        status = REFUSED
+        if is_intact and session.is_attached and put.flush_epoch == session.namespace.flush_epoch:
+            status = self._name(session.namespace, _worker_of(session).shard, put.slot, blocks, position)
+        else:
+            self.counters.commits_refused += 1
+            self.counters.put_checksum_mismatches += not is_intact
+        if status != STORED:
+            self.put_abandon(session, put)
+        return status
+
+    def put_abandon(self, session: Session, put: PutSlot) -> None:
+        """The payload will not come; nobody else writes there, so the slot is free at once."""
+        self.arena.give_back(np.array([put.slot], dtype=np.uint64))
+        if self.sessions.find(session.id) is None:
+            self._forget_if_idle(session.namespace)
+
+    # --- get: the server reads ------------------------------------------------------------------------------
+
+    def hold_payload(self, session: Session, key: bytes) -> HeldPayload | None:
+        """The session's shard of a block, held; None when it is not here."""
+        index = session.namespace.index
+        worker = _worker_of(session)
+        row = index.row(key)
+        slot = int(index.slots[row, worker.shard])
+        if not slot:
+            self.counters.get_missing += 1
+            return None
+        self._touch(index, np.array([row]))
+        index.hold(np.array([row]))
+        return HeldPayload(
+            index,
+            row,
+            worker.shard,
+            slot,
+            int(index.generations[row, worker.shard]),
+            int(index.checksums[row, worker.shard]),
+            self.arena.payload(slot, worker.slot_class.payload_bytes),
+        )
+
+    def is_intact(self, held: HeldPayload) -> bool:
+        """What was copied since `hold_payload` is the payload; a flush is the only thing that can change that."""
+        return self.arena.generation(held.slot) == held.generation
+
+    def note_checksum(self, held: HeldPayload, checksum: int) -> None:
+        """It was computed from the bytes."""
+        held.checksum = checksum
+        held.index.checksums[held.row, held.shard] = checksum
+
+    def drop_payload(self, held: HeldPayload) -> None:
+        """It may be evicted again."""
+        held.index.drop(np.array([held.row]))
+
+    # --- flush ----------------------------------------------------------------------------------------------
+
+    def flush(self, fingerprint: bytes) -> int:
+        """Drop all blocks of a namespace, or of all (empty fingerprint). Returns how many.
+
+        Leases end with it. Payloads that are written now are refused when they are committed.
+        """
+        if len(fingerprint) not in (0, 32):
+            raise InvalidRequest(f"namespace fingerprint has {len(fingerprint)} bytes, not 32 or none")
+        count = 0
+        for namespace in list(self._namespaces.values()):
+            if fingerprint in (b"", namespace.fingerprint):
+                old = namespace.flush()
+                count += len(old)
+                self.counters.leases_flushed += self.leases.end_all_of(old)
+                self.arena.evict(old.all_slots())
+                self._forget_if_idle(namespace)
+        self.counters.flushed_blocks += count
+        return count
+
+    # --- room -----------------------------------------------------------------------------------------------
+
+    def _find_room(self, namespace: Namespace, slot_class: SlotClass, num_slots: int) -> tuple[Slots, bool]:
+        """Up to `num_slots` reserved slots of the class, and whether there may be more soon."""
+        if num_slots <= 0:
+            return NO_SLOTS, False
+        self.expire()
+        while slot_class.num_free < num_slots:
+            if self.arena.has_spare:
+                self.arena.assign_spare(slot_class)
+            elif self.arena.is_growing:
+                return self.arena.reserve(slot_class, num_slots), True
+            elif not self._take_segment(slot_class):
+                break
+        missing = num_slots - slot_class.num_free
+        if missing > 0:
+            self._evict(namespace, slot_class, missing)
+        slots = self.arena.reserve(slot_class, num_slots)
+        return slots, len(slots) < num_slots
+
+    def _evict(self, namespace: Namespace, slot_class: SlotClass, num_slots: int) -> None:
+        """The oldest blocks of the namespace go until `num_slots` slots of the class are free, if they can."""
+        index = namespace.index
+        shards = [shard for shard, layout in namespace.shards.items() if layout.slot_class is slot_class]
+        gone: list[Slots] = []
+        while num_slots > 0 and (victim := index.pop_victim(self._now())) is not None:
+            row, was_doomed = victim
+            num_slots -= int(np.count_nonzero(index.slots[row, shards]))
+            gone.append(index.remove(np.array([row])))
+            if was_doomed:
+                self.counters.evicted_blocks_unsettled += 1
+            else:
+                self.counters.evicted_blocks_capacity += 1
+        if gone:
+            self.arena.evict(np.concatenate(gone))
+
+    def _take_segment(self, slot_class: SlotClass) -> bool:
+        """Take a segment from another class: one without blocks if there is any, else the coldest."""
+        share = self.arena.share_segments
+        is_poor = len(slot_class.cuts) < max(share, 1)
+        others = [other for other in self.arena.classes if other is not slot_class]
+        above_share = [other for other in others if is_poor and len(other.cuts) > share]
+        for other in others:
+            for cut in other.cuts.values():
+                if cut.is_empty and (other in above_share or len(other.cuts) > 1 or not other.num_sessions):
+                    self._recut(cut, slot_class)
+                    return True
+        if self._now() < slot_class.next_take_at:
+            return False
+        unattended = [other for other in others if not other.num_sessions and other not in above_share]
+        own_age = self._namespaces[slot_class.namespace].index.oldest_use() if unattended else None
+        candidates = [(age, cut) for other in above_share for age, cut in self._ages(other)]
+        for other in unattended:
+            candidates.extend((age, cut) for age, cut in self._ages(other) if own_age is None or age < own_age)
+        for _, cut in sorted(candidates, key=lambda candidate: candidate[0]):
+            index = self._namespaces[cut.slot_class.namespace].index
+            rows = index.extending(cut.segment.id)
+            if not index.num_leases[rows].any():
+                self.arena.evict(index.remove(rows))
+                self.counters.evicted_blocks_recut += len(rows)
+                self._recut(cut, slot_class)
+                return True
+        slot_class.next_take_at = self._now() + TAKE_EVERY_S
+        return False
+
+    def _ages(self, slot_class: SlotClass) -> list[tuple[int, Cut]]:
+        """The segments of a class in which nothing is leased or reserved, and when they were used last."""
+        ages = self._namespaces[slot_class.namespace].index.segment_ages()
+        return [
+            (ages[cut.segment.id], cut)
+            for cut in slot_class.cuts.values()
+            if cut.segment.id in ages and not cut.num_reserved
+        ]
+
+    def _recut(self, cut: Cut, slot_class: SlotClass) -> None:
+        self.arena.recut(cut, slot_class)
+        self.counters.recut_segments += 1
+        self._forget_if_idle(self._namespaces[cut.slot_class.namespace])
+
+    # --- figures --------------------------------------------------------------------------------------------
+
+    @property
+    def leased_bytes(self) -> int:
+        """Blocks that cannot go because somebody was promised them."""
+        return sum(namespace.index.num_leased * namespace.block_bytes for namespace in self._namespaces.values())
+
+    def namespace_figures(self) -> list[NamespaceFigures]:
+        """One per namespace."""
+        return [
+            NamespaceFigures(
+                namespace.fingerprint,
+                namespace.text,
+                len(namespace.index),
+                namespace.index.num_complete,
+                sum(
+                    cut.num_named * slot_class.slot_bytes
+                    for slot_class in namespace.slot_classes
+                    for cut in slot_class.cuts.values()
+                ),
+                namespace.num_shards,
+            )
+            for namespace in self._namespaces.values()
+        ]
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _touch(self, index: Index, rows: Rows) -> None:
+        self._age += len(rows)
+        index.touch(rows, self._age)
+
+    @staticmethod
+    def _check_distinct(rows: Rows) -> None:
+        """A chain never has one key twice, and a lease would count it twice."""
+        if len(rows) > 1 and not (np.diff(rows) > 0).all() and len(np.unique(rows)) != len(rows):
+            raise InvalidRequest("the same key twice in one lookup")
+
+
+def _run_around(present: npt.NDArray[np.bool_], first: int) -> tuple[int, int]:
+    """The longest run of present blocks around `first`; empty when that one is absent."""
+    if first == len(present) or not present[first]:
+        return first, first
+    absent_after = np.flatnonzero(~present[first:])
+    absent_before = np.flatnonzero(~present[:first])
+    end = first + int(absent_after[0]) if len(absent_after) else len(present)
+    start = int(absent_before[-1]) + 1 if len(absent_before) else 0
+    return start, end
+
+
+def _worker_of(session: Session) -> Worker:
+    if session.worker is None:
+        raise InvalidRequest("a scheduler session has no shard: it cannot reserve, commit, get or put")
+    return session.worker
+
+
+def _check_packed(name: str, packed: bytes, item_bytes: int) -> None:
+    if len(packed) % item_bytes:
+        raise InvalidRequest(f"{name} has {len(packed)} bytes, not a multiple of {item_bytes}")

@@ -1,0 +1,116 @@
+"""The server's settings: one frozen value, made from strings before anything is loaded, mapped or bound.
+
+A wrong setting is refused, never adjusted: `ConfigError` names the key, the value and what is allowed, on one
+line. A number of bytes without a unit is refused because `--memory 10` means something else to everybody.
+
+Not here: environment variables, files, defaults that depend on the machine.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MIN_MEMORY_BYTES = 64 << 20  # one smallest segment
+DEFAULT_LISTEN = "unix:///run/prefixd/prefixd.sock"
+DEFAULT_MEMORY = "2GiB"
+_MAX_UNIX_PATH = 107 - len(".fd")  # sun_path is 108 bytes with its zero; the descriptor socket adds ".fd"
+_UNITS = {
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+class ConfigError(ValueError):
+    """A setting that is refused."""
+
+    def __init__(self, key: str, value: str, allowed: str) -> None:
+        super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A Unix socket; the descriptor socket lies beside it."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix://{self.path}"
+
+    @property
+    def descriptor_path(self) -> Path:
+        """Where segments are handed out."""
+        return Path(f"{self.path}.fd")
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A TCP address; port 0 lets the system choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything `prefixd serve` can be told."""
+
+    listen: tuple[Address, ...]
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            raise ConfigError("listen", "", "at least one address is needed")
+        if len(set(self.listen)) != len(self.listen):
+            raise ConfigError("listen", " ".join(map(str, self.listen)), "every address may be given once")
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise ConfigError("memory", str(self.memory_bytes), "at least 64MiB (one segment)")
+
+
+def parse_config(listen: Sequence[str], memory: str) -> ServerConfig:
+    """Strings of the command line become a `ServerConfig` or a `ConfigError`."""
+    memory_bytes = parse_size("memory", memory)
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise ConfigError("memory", memory, "at least 64MiB (one segment)")
+    return ServerConfig(tuple(parse_address("listen", text) for text in listen), memory_bytes)
+
+
+def parse_size(key: str, text: str) -> int:
+    """'2GiB' → bytes."""
+    allowed = f"a number with a unit ({', '.join(_UNITS)}), for example 2GiB"
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(key, text, allowed)
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_address(key: str, text: str) -> Address:
+    """'unix:///PATH' or 'HOST:PORT'."""
+    allowed = "unix:///ABSOLUTE/PATH or HOST:PORT"
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix://")
+        if not path.startswith("/") or path.endswith("/") or "\0" in path:
+            raise ConfigError(key, text, allowed)
+        if len(path.encode()) > _MAX_UNIX_PATH:
+            raise ConfigError(key, text, f"the path may have at most {_MAX_UNIX_PATH} bytes")
+        return UnixAddress(Path(path))
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(key, text, allowed)
+    return TcpAddress(match[1].strip("[]"), int(match[2]))

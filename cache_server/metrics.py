@@ -1,0 +1,57 @@
+"""Counters. Each field says what it counts and what it leaves out; `StatsReply.counters` carries them by name.
+
+Plain integers, written on the event loop only, never reset. Gauges (bytes stored, reserved, leased) are not
+here: they are sums over state that exists anyway and are computed when asked for.
+
+The equation that must hold: lookup_hit_blocks + lookup_missed_blocks == lookup_asked_blocks.
+"""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the server started."""
+
+    lookups: int = 0  # Lookup calls answered, with or without a lease; not the refused ones
+    lookup_asked_blocks: int = 0  # keys from `first` on, over all lookups
+    lookup_hit_blocks: int = 0  # of those: in the run that starts at `first`; not what lies behind a hole
+    lookup_missed_blocks: int = 0  # of those: all others, also present ones behind a hole or beyond the lease cap
+    lookups_without_workers: int = 0  # lookups that promised nothing because workers of the engine were missing
+
+    leases_granted: int = 0  # by Lookup; not the short holds of Get
+    leases_released: int = 0  # by Release
+    leases_expired: int = 0  # by their deadline
+    leases_renewed: int = 0  # prolonged by Renew, each time
+    leases_flushed: int = 0  # ended because their namespace was flushed
+    leases_capped: int = 0  # lookups that promised less because too much memory is leased
+
+    reserved_slots: int = 0  # slots handed out by Reserve; not those that Put takes for itself
+    reserve_short: int = 0  # Reserve calls that got fewer slots than they asked for
+
+    commits_stored: int = 0  # payloads that got their name, by Commit or Put
+    commits_already_present: int = 0  # payloads whose name was taken; the earlier one stays
+    commits_refused: int = 0  # payloads written before a flush, or whose checksum did not match
+
+    get_payloads: int = 0  # payloads sent in full
+    get_missing: int = 0  # asked by Get and not here
+    get_bytes: int = 0  # payload bytes sent by Get, also of streams that broke
+    put_payloads: int = 0  # payloads received in full
+    put_bytes: int = 0  # payload bytes received by Put and written into slots
+    put_dropped: int = 0  # payloads for which there was no room
+    put_checksum_mismatches: int = 0  # payloads that arrived other than they were sent; counted in refused too
+
+    evicted_blocks_capacity: int = 0  # their own class needed room
+    evicted_blocks_unsettled: int = 0  # could not be reached or lacked a shard for too long; not in capacity
+    evicted_blocks_recut: int = 0  # another class took their segment, or a block they extend
+    flushed_blocks: int = 0  # by Flush; not counted as evicted
+    recut_segments: int = 0  # segments that changed their class; not the first assignment
+
+    sessions_attached: int = 0  # Attach calls that got a session
+    sessions_refused: int = 0  # Attach calls that did not
+    sessions_ended: int = 0  # sessions that are over, their slots given back
+    reserved_slots_returned: int = 0  # slots without a name that came back when their session ended
+
+    def as_dict(self) -> dict[str, int]:
+        """By name, for the wire."""
+        return asdict(self)

@@ -1,0 +1,182 @@
+"""The composition root: one event loop, one arena, one cache, all addresses; from start to drained exit.
+
+Start: refuse what cannot work (a live server on the socket, a port in use) with one line; touch the first segment,
+so that whoever sees 'ready' can save at once; serve. Stop, on SIGTERM or SIGINT: health says NOT_SERVING, clients
+get a Closing event, calls in flight may finish for GRACE_S, socket files go, exit status 0.
+
+Not here: what is served (`service.py`), the command line (`cli.py`).
+"""
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cache_server.arena import Arena
+from cache_server.cache import Cache
+from cache_server.config import Address, ServerConfig, UnixAddress
+from cache_server.descriptors import DescriptorServer
+from cache_server.growth import Growth
+from cache_server.service import SERVICE_NAME, Service
+
+GRACE_S: Final = 3.0
+TICK_S: Final = 1.0  # how late a deadline may be noticed when nothing else happens
+RECEIVE_LIMIT_BYTES: Final = 16 << 20  # grpc's own; ours (MAX_MESSAGE_BYTES) answers with the figures
+
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", RECEIVE_LIMIT_BYTES),
+    ("grpc.max_send_message_length", RECEIVE_LIMIT_BYTES),
+    ("grpc.so_reuseport", 0),  # else two servers on one port share its calls silently
+    # Clients may ping every 10 s, also without calls, to see early that we are gone.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # And we ping them: a client whose machine is gone must not count as attached.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+_log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The server cannot start here; the message says why, on one line."""
+
+
+def server_version() -> str:
+    """Of the installed distribution."""
+    try:
+        return metadata.version("prefixd")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
+async def serve(config: ServerConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    for address in config.listen:
+        _claim(address)
+    arena = Arena(config.memory_bytes)
+    cache = Cache(arena)
+    growth = Growth(arena)
+    service = Service(cache, growth, secrets.randbits(64) or 1, server_version())
+    server = grpc.aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers((service.handler(),))
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+    descriptor_servers: list[DescriptorServer] = []
+    paths: list[Path] = []
+    background: list[asyncio.Task[None]] = []
+    try:
+        bound = [_bind(server, address) for address in config.listen]
+        for address in config.listen:
+            if isinstance(address, UnixAddress):
+                paths.append(address.path)
+                descriptors = _bind_descriptors(address, service)
+                descriptor_servers.append(descriptors)
+                service.serve_descriptors(descriptors)
+        await growth.make_spare()
+        if stop.is_set():
+            return
+        background = [asyncio.create_task(growth.run()), asyncio.create_task(_tick(cache))]
+        await server.start()
+        for name in ("", SERVICE_NAME):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        # What exists now lives as long as the process; collecting garbage need not look at it again.
+        gc.freeze()
+        _log.info(
+            "ready on %s, memory %d MiB in segments of %d MiB",
+            " ".join(bound),
+            config.memory_bytes >> 20,
+            arena.segment_bytes >> 20,
+        )
+        await stop.wait()
+        _log.info("stopping: up to %.0f s for calls in flight", GRACE_S)
+        await health_servicer.enter_graceful_shutdown()
+        service.close_sessions("the server is shutting down")
+        await server.stop(GRACE_S)
+        _log.info("stopped")
+    finally:
+        growth.close()
+        for task in background:
+            task.cancel()
+        await server.stop(0)
+        for descriptors in descriptor_servers:
+            descriptors.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+async def _tick(cache: Cache) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        cache.expire()
+
+
+def _bind(server: Any, address: Address) -> str:
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {address}: {str(error).splitlines()[0]}") from None
+    if isinstance(address, UnixAddress):
+        return str(address)
+    return str(type(address)(address.host, port))
+
+
+def _bind_descriptors(address: UnixAddress, service: Service) -> DescriptorServer:
+    try:
+        return DescriptorServer(address.descriptor_path, service.redeem, service.segments_of, service.descriptors_ended)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address.descriptor_path}: {error.strerror}") from None
+
+
+def _claim(address: Address) -> None:
+    """Make room for our sockets: remove what a dead server left, refuse to take a live one's place."""
+    if not isinstance(address, UnixAddress):
+        return
+    try:
+        address.path.parent.mkdir(parents=True, exist_ok=True)
+        for path, kind in (
+            (address.path, socket.SOCK_STREAM),
+            (address.descriptor_path, socket.SOCK_SEQPACKET),
+        ):
+            if not os.path.lexists(path):
+                continue
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise StartError(f"cannot listen on {address}: {path} exists and is not a socket")
+            if _somebody_answers(path, kind):
+                raise StartError(f"cannot listen on {address}: another server answers on {path}")
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror}: {error.filename}") from None
+
+
+def _somebody_answers(path: Path, kind: socket.SocketKind) -> bool:
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError as error:
+            # Of the wrong kind, not permitted, backlog full: something is there that we must not remove.
+            return error.errno != errno.ECONNRESET
+        return True

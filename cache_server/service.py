@@ -1,0 +1,497 @@
+"""The wire: bytes become domain values, values become bytes, errors become status codes. No decisions.
+
+All requests arrive as bytes (grpc's own deserializers would answer INTERNAL to malformed ones) and are parsed here;
+above MAX_MESSAGE_BYTES or malformed they are refused before anything is touched. Get and Put are joined and parsed
+by hand (`wire.py`). Everything runs on the event loop; what a call does between two awaits is at most one message
+of CHUNK_BYTES or one batch of names, so lookups wait for little.
+
+Bounds: at most MAX_DATA_STREAMS each of Get and Put move bytes at a time, the others wait; a peer that moves nothing
+for STALL_S loses its stream. So the memory that streams need beside the slots is bounded whatever clients do.
+
+`LookupRequest.wait_ms` is accepted and means nothing yet: there is no tier below memory to wait for. `lease_id` of Get
+is not needed either: a payload is held while it is sent, and between payloads the scheduler side's lease holds it.
+
+Not here: `cache.py` knows what the calls mean, `server.py` where they arrive.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import numpy as np
+import xxhash
+from google.protobuf.message import DecodeError, Message
+
+from cache_server import wire
+from cache_server.cache import (
+    DROPPED,
+    Attachment,
+    Blocks,
+    Cache,
+    HeldPayload,
+    PutSlot,
+    Shard,
+    _check_packed,
+)
+from cache_server.descriptors import DescriptorServer
+from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
+from cache_server.growth import Growth
+from cache_server.leases import LEASE_S
+from cache_server.segments import Segment
+from cache_server.sessions import Session
+from protos import kv_cache_pb2 as pb
+
+SERVICE_NAME: Final = "prefixd.v1.KvCache"
+PROTOCOL_VERSION: Final = 1
+CHUNK_BYTES: Final = 1 << 20  # of payload in one message
+MAX_MESSAGE_BYTES: Final = 4 << 20  # of any request: what every grpc client is able to receive and send by default
+MAX_TEXT_BYTES: Final = 64 << 10
+MAX_DATA_STREAMS: Final = 16
+STALL_S: Final = 30.0
+PUT_WAIT_S: Final = 2.0  # for memory that is being touched
+_CHECKSUM_INLINE_BYTES: Final = 4 << 20  # more is summed in a thread
+
+_CODES: Final = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    SessionEnded: grpc.StatusCode.FAILED_PRECONDITION,
+    Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+_Context = Any  # grpc.aio.ServicerContext, generic in types that bytes in, bytes out do not need
+_Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Service:
+    """The ten calls of `protos/kv_cache.proto` over one cache."""
+
+    def __init__(self, cache: Cache, growth: Growth, server_epoch: int, server_version: str) -> None:
+        self._cache = cache
+        self._growth = growth
+        self._epoch = server_epoch
+        self._version = server_version
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._descriptors: list[DescriptorServer] = []
+        self._closing: dict[int, asyncio.Future[str]] = {}  # session id → why its Attach stream ends
+        self._gets = asyncio.Semaphore(MAX_DATA_STREAMS)
+        self._puts = asyncio.Semaphore(MAX_DATA_STREAMS)
+
+    def handler(self) -> Any:
+        """All calls, for `grpc.aio.Server.add_generic_rpc_handlers`."""
+
+        def unary(request: type[Message], method: Callable[[Any], Message]) -> Any:
+            async def call(raw: bytes, context: _Context) -> bytes:
+                try:
+                    return method(_parse(request, raw)).SerializeToString()
+                except RequestError as error:
+                    await context.abort(_CODES[type(error)], str(error))
+                    raise
+                finally:
+                    self._growth.nudge()
+
+            return grpc.unary_unary_rpc_method_handler(call)
+
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Attach": grpc.unary_stream_rpc_method_handler(_aborting(self._attach)),
+                "Lookup": unary(pb.LookupRequest, self._lookup),
+                "Release": unary(pb.ReleaseRequest, self._release),
+                "Renew": unary(pb.RenewRequest, self._renew),
+                "Reserve": unary(pb.ReserveRequest, self._reserve),
+                "Commit": unary(pb.CommitRequest, self._commit),
+                "Get": grpc.unary_stream_rpc_method_handler(_aborting(self._get)),
+                "Put": grpc.stream_unary_rpc_method_handler(_aborting(self._put)),
+                "Flush": unary(pb.FlushRequest, self._flush),
+                "Stats": unary(pb.StatsRequest, self._stats),
+            },
+        )
+
+    # --- sessions -------------------------------------------------------------------------------------------
+
+    async def _attach(self, raw: bytes, context: _Context) -> None:
+        session = self._cache.attach(_attachment(_parse(pb.AttachRequest, raw), bool(self._descriptors)))
+        closing = self._closing[session.id] = self._loop.create_future()
+        try:
+            ticket = self._cache.sessions.issue_ticket(session) if session.wants_descriptors else b""
+            attached = pb.Attached(
+                protocol_version=PROTOCOL_VERSION,
+                session_id=session.id,
+                server_epoch=self._epoch,
+                limits=self._limits(session),
+                descriptor_ticket=ticket,
+                server_version=self._version,
+            )
+            await context.write(pb.AttachEvent(attached=attached).SerializeToString())
+            reason = await closing
+            await context.write(pb.AttachEvent(closing=pb.Closing(reason=reason)).SerializeToString())
+        finally:
+            # The stream ended, by either side. What that means depends on the descriptor socket.
+            del self._closing[session.id]
+            self._cache.detach(session)
+
+    def _limits(self, session: Session) -> pb.Limits:
+        slot_class = session.worker.slot_class if session.worker else None
+        return pb.Limits(
+            max_payload_bytes=self._cache.max_payload_bytes,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            chunk_bytes=CHUNK_BYTES,
+            lease_ms=int(LEASE_S * 1000),
+            max_reserved_bytes=self._cache.max_reserved_bytes(slot_class),
+        )
+
+    def close_sessions(self, reason: str) -> None:
+        """Tell every client why its Attach stream ends."""
+        for closing in self._closing.values():
+            if not closing.done():
+                closing.set_result(reason)
+
+    # --- descriptors ----------------------------------------------------------------------------------------
+
+    def serve_descriptors(self, descriptors: DescriptorServer) -> None:
+        """From now on sessions get tickets, and segments are announced there."""
+        self._descriptors.append(descriptors)
+
+    def redeem(self, ticket: bytes) -> int:
+        """The session of a ticket, 0 for none."""
+        session = self._cache.sessions.redeem(ticket)
+        return session.id if session is not None else 0
+
+    def segments_of(self, session_id: int) -> list[Segment]:
+        """What a session has to map."""
+        session = self._cache.sessions.find(session_id)
+        if session is None or session.worker is None:
+            return []
+        return [cut.segment for cut in session.worker.slot_class.cuts.values()]
+
+    def descriptors_ended(self, session_id: int) -> None:
+        """The end of the descriptor socket ends the session."""
+        session = self._cache.sessions.find(session_id)
+        if session is None:
+            return
+        self._cache.unmap(session)
+        closing = self._closing.get(session_id)
+        if closing is not None and not closing.done():
+            closing.set_result("the descriptor socket ended")
+
+    def _announce(self) -> None:
+        """Before any reply names their slots: the segments that were cut."""
+        for cut in self._cache.arena.take_assigned():
+            for session in self._cache.sessions.mapped(cut.slot_class):
+                for descriptors in self._descriptors:
+                    descriptors.announce(session.id, cut.segment)
+
+    # --- names ----------------------------------------------------------------------------------------------
+
+    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        result = self._cache.lookup(request.session_id, request.keys, request.first, request.lease)
+        return pb.LookupReply(
+            present=np.packbits(result.present, bitorder="little").tobytes(),
+            hit_start=result.hit_start,
+            hit_end=result.hit_end,
+            lease_id=result.lease_id,
+            lease_ms=int(LEASE_S * 1000) if result.lease_id else 0,
+            slots=result.slots.astype("<u8", copy=False).tobytes(),
+            generations=result.generations.astype("<u4", copy=False).tobytes(),
+            retry=result.retry,
+            missing_workers=result.missing_workers,
+        )
+
+    def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
+        self._cache.release(request.session_id, request.lease_ids)
+        return pb.ReleaseReply()
+
+    def _renew(self, request: pb.RenewRequest) -> pb.RenewReply:
+        renewed = self._cache.renew(request.session_id, request.lease_ids)
+        return pb.RenewReply(renewed=renewed, lease_ms=int(LEASE_S * 1000))
+
+    def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
+        slots, retry = self._cache.reserve(request.session_id, request.num_slots)
+        self._announce()
+        return pb.ReserveReply(slots=slots.astype("<u8", copy=False).tobytes(), retry=retry)
+
+    def _commit(self, request: pb.CommitRequest) -> pb.CommitReply:
+        session = self._cache.sessions.attached(request.session_id)
+        slots = _unpack("slots", request.slots, "<u8")
+        return pb.CommitReply(statuses=self._cache.commit(session.id, slots, _blocks(session, request)))
+
+    def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+        return pb.FlushReply(num_blocks=self._cache.flush(request.fingerprint))
+
+    # --- bytes ----------------------------------------------------------------------------------------------
+
+    async def _get(self, raw: bytes, context: _Context) -> None:
+        request = _parse(pb.GetRequest, raw)
+        session = self._cache.sessions.attached(request.session_id)
+        if session.worker is None:
+            raise InvalidRequest("a scheduler session has no shard: it cannot get")
+        async with self._gets:
+            for index, key in enumerate(_split("keys", request.keys, session.namespace.key_bytes)):
+                held = self._cache.hold_payload(session, key)
+                if held is None:
+                    await _write(context, wire.join_get_missing(index))
+                    continue
+                try:
+                    await self._send_payload(context, index, held)
+                finally:
+                    self._cache.drop_payload(held)
+
+    async def _send_payload(self, context: _Context, index: int, held: HeldPayload) -> None:
+        if not held.checksum:
+            if len(held.bytes) > _CHECKSUM_INLINE_BYTES:
+                checksum = await asyncio.to_thread(xxhash.xxh3_64_intdigest, held.bytes)
+            else:
+                checksum = xxhash.xxh3_64_intdigest(held.bytes)
+            if self._cache.is_intact(held):
+                self._cache.note_checksum(held, checksum)
+        counters = self._cache.counters
+        payload = memoryview(held.bytes)
+        for offset in range(0, len(payload), CHUNK_BYTES):
+            data = payload[offset : offset + CHUNK_BYTES]
+            message = wire.join_get_chunk(index, offset, 0 if offset else held.checksum, data)
+            # Checked after the copy: from here on the bytes are ours.
+            if not self._cache.is_intact(held):
+                counters.get_missing += 1
+                await _write(context, wire.join_get_missing(index))
+                return
+            counters.get_bytes += len(data)
+            await _write(context, message)
+        counters.get_payloads += 1
+
+    async def _put(self, _messages: AsyncIterator[bytes], context: _Context) -> bytes:
+        async with self._puts:
+            piece = await _read_piece(context)
+            if piece is None or piece.header is None:
+                raise InvalidRequest("the first message of a Put has no header")
+            header = _parse(pb.PutHeader, bytes(piece.header))
+            session = self._cache.sessions.attached(header.session_id)
+            blocks = _blocks(session, header)
+            return pb.PutReply(statuses=await self._receive(context, session, blocks, piece)).SerializeToString()
+
+    async def _receive(self, context: _Context, session: Session, blocks: Blocks, first: wire.PutPiece) -> bytes:
+        """Payload by payload; `target` is where the present one goes, or why it goes nowhere."""
+        if session.worker is None:
+            raise InvalidRequest("a scheduler session has no shard: it cannot put")
+        payload_bytes = session.worker.slot_class.payload_bytes
+        counters = self._cache.counters
+        statuses = bytearray()
+        target: PutSlot | int = 0
+        hasher = xxhash.xxh3_64()
+        written = 0
+        piece: wire.PutPiece | None = first
+        try:
+            while piece is not None:
+                size = len(piece.data)
+                if size:
+                    position = len(statuses)
+                    _check_piece(piece, position, len(blocks.keys), written, payload_bytes)
+                    if not written:
+                        target = await self._target(session, blocks.keys[position])
+                        hasher.reset()
+                    if isinstance(target, PutSlot):
+                        np.copyto(target.bytes[written : written + size], np.frombuffer(piece.data, np.uint8))
+                        hasher.update(piece.data)
+                        counters.put_bytes += size
+                    written += size
+                    if written == payload_bytes:
+                        written = 0
+                        counters.put_payloads += 1
+                        if isinstance(target, PutSlot):
+                            put, target = target, 0
+                            statuses.append(self._finish(session, put, blocks, position, hasher.intdigest()))
+                        else:
+                            counters.put_dropped += target == DROPPED
+                            statuses.append(target)
+                piece = await _read_piece(context)
+            if len(statuses) != len(blocks.keys):
+                raise InvalidRequest(
+                    f"payload {len(statuses)} ended at {written} of {payload_bytes} bytes, "
+                    f"{len(blocks.keys)} payloads were announced"
+                )
+            return bytes(statuses)
+        finally:
+            if isinstance(target, PutSlot):
+                self._cache.put_abandon(session, target)
+
+    async def _target(self, session: Session, key: bytes) -> PutSlot | int:
+        """Where the payload goes; waits for memory that is being touched."""
+        deadline = self._loop.time() + PUT_WAIT_S
+        while True:
+            target = self._cache.put_slot(session, key)
+            self._announce()
+            self._growth.nudge()
+            if target is not None:
+                return target
+            left = deadline - self._loop.time()
+            if left <= 0:
+                return DROPPED
+            await self._growth.wait(left)
+
+    def _finish(self, session: Session, put: PutSlot, blocks: Blocks, position: int, checksum: int) -> int:
+        claimed = blocks.checksums[position]
+        blocks.checksums[position] = checksum
+        return self._cache.put_commit(session, put, blocks, position, claimed in (0, checksum))
+
+    # --- figures --------------------------------------------------------------------------------------------
+
+    def _stats(self, _request: pb.StatsRequest) -> pb.StatsReply:
+        cache = self._cache
+        cache.expire()
+        return pb.StatsReply(
+            server_version=self._version,
+            server_epoch=self._epoch,
+            uptime_s=self._loop.time() - self._started_at,
+            memory_bytes=cache.arena.budget_bytes,
+            touched_bytes=cache.arena.touched_bytes,
+            stored_bytes=cache.arena.stored_bytes,
+            reserved_bytes=cache.arena.reserved_bytes,
+            leased_bytes=cache.leased_bytes,
+            counters=cache.counters.as_dict(),
+            namespaces=[
+                pb.NamespaceStats(
+                    fingerprint=figures.fingerprint,
+                    text=figures.text,
+                    num_blocks=figures.num_blocks,
+                    num_complete=figures.num_complete,
+                    stored_bytes=figures.stored_bytes,
+                    num_shards=figures.num_shards,
+                )
+                for figures in cache.namespace_figures()
+            ],
+            sessions=[
+                pb.SessionStats(
+                    session_id=session.id,
+                    client_name=session.client_name,
+                    engine_id=session.engine_id,
+                    role=pb.ROLE_WORKER if session.worker else pb.ROLE_SCHEDULER,
+                    shard=session.worker.shard if session.worker else 0,
+                    pid=session.pid,
+                    mapped=session.is_mapped,
+                    reserved_bytes=session.reserved_bytes,
+                )
+                for session in cache.sessions
+            ],
+        )
+
+
+# --- messages → values ----------------------------------------------------------------------------------------
+
+
+def _parse(message: type[Any], raw: bytes) -> Any:
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(
+            f"{message.DESCRIPTOR.name} of {len(raw)} bytes; a message may have at most {MAX_MESSAGE_BYTES} bytes"
+        )
+    try:
+        return message.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest(f"{message.DESCRIPTOR.name} cannot be decoded: {error}") from None
+
+
+def _attachment(request: pb.AttachRequest, descriptors_are_served: bool) -> Attachment:
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise Mismatch(f"protocol version {request.protocol_version}; this server speaks {PROTOCOL_VERSION}")
+    if request.role not in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER):
+        raise InvalidRequest(f"role {request.role} is neither scheduler nor worker")
+    is_worker = request.role == pb.ROLE_WORKER
+    if is_worker != request.HasField("shard"):
+        raise InvalidRequest("a worker has a shard, a scheduler has none")
+    namespace, shard = request.namespace, request.shard
+    texts = {
+        "engine_id": request.engine_id,
+        "client_name": request.client_name,
+        "namespace text": namespace.text,
+        "shard descriptor": shard.descriptor,
+    }
+    for name, text in texts.items():
+        if len(text) > MAX_TEXT_BYTES:
+            raise InvalidRequest(f"{name} of {len(text)} bytes; at most {MAX_TEXT_BYTES}")
+    return Attachment(
+        engine_id=request.engine_id,
+        client_name=request.client_name,
+        pid=request.pid,
+        fingerprint=namespace.fingerprint,
+        text=namespace.text,
+        key_bytes=namespace.key_bytes,
+        num_shards=namespace.num_shards,
+        shard=Shard(shard.index, shard.payload_bytes, shard.descriptor) if is_worker else None,
+        wants_descriptors=request.wants_descriptors and descriptors_are_served,
+    )
+
+
+def _blocks(session: Session, batch: pb.CommitRequest | pb.PutHeader) -> Blocks:
+    """The columns of a batch; absent parents and checksums are legal where they mean nothing."""
+    key_bytes = session.namespace.key_bytes
+    keys = _split("keys", batch.keys, key_bytes)
+    depths = _unpack("depths", batch.depths, "<u4")
+    parents = _split("parent_keys", batch.parent_keys, key_bytes)
+    checksums = _unpack("checksums", batch.checksums, "<u8") or [0] * len(keys)
+    for name, column in (("depths", depths), ("parent_keys", parents), ("checksums", checksums)):
+        if len(column) != len(keys):
+            raise InvalidRequest(f"{len(column)} {name} for {len(keys)} keys")
+    return Blocks(keys, parents, depths, checksums)
+
+
+def _split(name: str, packed: bytes, item_bytes: int) -> list[bytes]:
+    _check_packed(name, packed, item_bytes)
+    return np.frombuffer(packed, dtype=f"V{item_bytes}").tolist()
+
+
+def _unpack(name: str, packed: bytes, dtype: str) -> list[int]:
+    _check_packed(name, packed, np.dtype(dtype).itemsize)
+    return np.frombuffer(packed, dtype=dtype).tolist()
+
+
+def _check_piece(piece: wire.PutPiece, position: int, num_payloads: int, written: int, payload_bytes: int) -> None:
+    if position >= num_payloads:
+        raise InvalidRequest(f"data beyond the {num_payloads} payloads of the header")
+    if piece.index != position or piece.offset != written:
+        raise InvalidRequest(
+            f"payload {piece.index} at {piece.offset}, expected was payload {position} at {written}: payloads have "
+            f"{payload_bytes} bytes and come in order"
+        )
+    if written + len(piece.data) > payload_bytes:
+        raise InvalidRequest(
+            f"payload {position} has at least {written + len(piece.data)} bytes, payloads of this shard have {payload_bytes}"
+        )
+
+
+# --- streams --------------------------------------------------------------------------------------------------
+
+
+def _aborting(
+    method: _Method,
+) -> _Method:
+    async def call(request: Any, context: _Context) -> Any:
+        try:
+            return await method(request, context)
+        except RequestError as error:
+            await context.abort(_CODES[type(error)], str(error))
+            raise
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing moved for {STALL_S:.0f} s")
+            raise
+
+    return call
+
+
+async def _write(context: _Context, message: bytes) -> None:
+    async with asyncio.timeout(STALL_S):
+        await context.write(message)
+
+
+async def _read_piece(context: _Context) -> wire.PutPiece | None:
+    async with asyncio.timeout(STALL_S):
+        message = await context.read()
+    if message is grpc.aio.EOF:
+        return None
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(f"PutChunk of {len(message)} bytes; a message may have at most {MAX_MESSAGE_BYTES} bytes")
+    try:
+        piece = wire.parse_put_chunk(message)
+    except wire.WireError as error:
+        raise InvalidRequest(f"PutChunk cannot be decoded: {error}") from None
+    if len(piece.data) > CHUNK_BYTES:
+        raise InvalidRequest(f"{len(piece.data)} bytes of data in one message; at most {CHUNK_BYTES}")
+    return piece

@@ -1,0 +1,166 @@
+"""Who is attached, and which slots without a name belong to whom.
+
+A session passes through these states, never back:
+
+    attached ──Attach stream ends──▶ lingering ──descriptor socket ends──▶ over
+        └──────── (without a descriptor socket: at once) ─────────────────────┘
+
+A *lingering* session may do nothing any more, but it keeps its reserved slots: its process has the segments mapped
+and may be stopped in the middle of a copy, to wake up hours later. Only the end of the descriptor socket
+proves that nobody can write there: a process that exits, however it dies, closes it. A stream that broke proves
+nothing. For the same reason only a session with a descriptor socket may reserve.
+
+Invariant: `reserved` of all sessions are disjoint, and each slot in it is in the state reserved in the arena.
+
+Not here: sockets, streams, memory.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cache_server.arena import SlotClass
+from cache_server.errors import SessionEnded, TooMany
+from cache_server.namespaces import Namespace
+
+MAX_SESSIONS = 4096  # a bound for mistakes, far above the processes of a node
+TICKET_S = 30.0  # from Attach to the descriptor socket
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What makes a session a worker's: the shard it reads and writes, and the class of that shard's payloads."""
+
+    shard: int
+    slot_class: SlotClass
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached client process."""
+
+    id: int
+    engine_id: str
+    client_name: str
+    pid: int
+    namespace: Namespace
+    worker: Worker | None  # None: a scheduler side
+    wants_descriptors: bool
+    is_attached: bool = True
+    is_mapped: bool = False
+    reserved: dict[int, int] = field(default_factory=dict)  # slot → flush epoch in which it was reserved
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What it hoards."""
+        return len(self.reserved) * self.worker.slot_class.slot_bytes if self.worker else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """It can load: a worker that waits for its segments counts as missing, for no reply may name their slots."""
+        return self.is_attached and (self.is_mapped or not self.wants_descriptors)
+
+
+class Sessions:
+    """All sessions that are not over, and the tickets to their descriptor sockets."""
+
+    def __init__(self, now: Callable[[], float], new_id: Callable[[], int], new_ticket: Callable[[], bytes]) -> None:
+        self._now = now
+        self._new_id = new_id
+        self._new_ticket = new_ticket
+        self._sessions: dict[int, Session] = {}
+        self._tickets: dict[bytes, tuple[float, int]] = {}  # deadline, session id; oldest first
+
+    def __iter__(self) -> "Iterable[Session]":
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def check_room(self) -> None:
+        """One more may attach."""
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise TooMany(f"{MAX_SESSIONS} sessions are attached")
+
+    def open(
+        self,
+        engine_id: str,
+        client_name: str,
+        pid: int,
+        namespace: Namespace,
+        worker: Worker | None,
+        wants_descriptors: bool,
+    ) -> Session:
+        """A new session, attached."""
+        session = Session(self._new_id(), engine_id, client_name, pid, namespace, worker, wants_descriptors)
+        self._sessions[session.id] = session
+        return session
+
+    def attached(self, session_id: int) -> Session:
+        """The session, if it may still do something."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionEnded(f"session {session_id:#018x} is unknown here: attach again")
+        if not session.is_attached:
+            raise SessionEnded(f"session {session_id:#018x} is not attached any more: attach again")
+        return session
+
+    def find(self, session_id: int) -> Session | None:
+        """The session in whatever state, None when it is over."""
+        return self._sessions.get(session_id)
+
+    def remove(self, session: Session) -> None:
+        """It is over."""
+        session.is_attached = session.is_mapped = False
+        del self._sessions[session.id]
+
+    def of_namespace(self, namespace: Namespace) -> list[Session]:
+        """Those that are not over, lingering ones included."""
+        return [session for session in self._sessions.values() if session.namespace is namespace]
+
+    def mapped(self, slot_class: SlotClass) -> list[Session]:
+        """Those that have to hear of the segments of a class."""
+        return [
+            session
+            for session in self._sessions.values()
+            if session.is_mapped and session.worker is not None and session.worker.slot_class is slot_class
+        ]
+
+    def missing_workers(self, asking: Session) -> int:
+        """Shards of the asking session's engine for which no worker is ready."""
+        ready = {
+            session.worker.shard
+            for session in self._sessions.values()
+            if session.worker is not None
+            and session.is_ready
+            and session.engine_id == asking.engine_id
+            and session.namespace is asking.namespace
+        }
+        return asking.namespace.num_shards - len(ready)
+
+    # --- tickets --------------------------------------------------------------------------------------------
+
+    def issue_ticket(self, session: Session) -> bytes:
+        """Good for one descriptor socket, for TICKET_S."""
+        self.expire_tickets()
+        ticket = self._new_ticket()
+        self._tickets[ticket] = (self._now() + TICKET_S, session.id)
+        return ticket
+
+    def redeem(self, ticket: bytes) -> Session | None:
+        """The attached session of the ticket, which is mapped from now on. None: no such ticket."""
+        self.expire_tickets()
+        _, session_id = self._tickets.pop(ticket, (0.0, 0))
+        session = self._sessions.get(session_id)
+        if session is None or not session.is_attached:
+            return None
+        session.is_mapped = True
+        return session
+
+    def expire_tickets(self) -> None:
+        """Forget those that are too old."""
+        now = self._now()
+        while self._tickets:
+            ticket = next(iter(self._tickets))
+            if self._tickets[ticket][0] > now:
+                break
+            del self._tickets[ticket]

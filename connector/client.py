@@ -1,0 +1,665 @@
+"""One process's line to a cache server: attach, ask, and give up in time.
+
+Owns the gRPC channel, the session, the descriptor socket and the mapped segments, and the circuit. Everything that
+can go wrong with the neighbour is turned into a value here: `None` (no answer), a shorter list, `False`. Nothing
+above this file sees a gRPC error.
+
+Invariants.
+- Channels and threads are made in `start()`, in the process that uses them; never before a fork.
+- A call is made only on a session that is attached and whose circuit is closed. The first call that meets a dead or
+  slow server costs one deadline and opens the circuit; then nothing is asked until a probe of the background thread
+  was answered. One log line per change of state.
+- A session's mapped memory stays valid, and its reserved slots stay its own, as long as anyone is `inside()` it: the
+  descriptor socket is closed only when it was replaced *and* left by all (the server takes the slots back at the end
+  of that socket).
+
+Not here: which keys, which slots, which blocks; copying.
+"""
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from protos import PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
+
+logger = logging.getLogger("prefixd.connector")
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+SLOT_GRANULE = 4096  # bytes of one page number in a slot address
+CHUNK_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 16 << 20
+ATTACH_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 1.0
+RETRY_MIN_S = 0.2
+RETRY_MAX_S = 2.0
+SEGMENT_WAIT_S = 1.0
+POPULATE_STEP_BYTES = 64 << 20
+MADV_POPULATE_WRITE = 23
+
+STORED = kv_cache_pb2.COMMIT_STATUS_STORED
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel looks the name up again and has no old back-off
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 15000),
+    ("grpc.keepalive_timeout_ms", 5000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a process says of itself when it attaches. `shard` None: the scheduler side."""
+
+    engine_id: str
+    client_name: str
+    fingerprint: bytes
+    namespace_text: str
+    key_bytes: int
+    num_shards: int
+    shard: int | None = None
+    payload_bytes: int = 0
+    descriptor: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """What the server said; blocks [hit_start, hit_end) are promised until `deadline` (monotonic seconds).
+
+    present: bit i, least significant first, says that block i is there. slots, generations:
+    `[num_shards, hit_end - hit_start]`.
+    """
+
+    present: bytes
+    hit_start: int
+    hit_end: int
+    lease_id: int
+    deadline: float
+    half_life: float
+    slots: U64
+    generations: U32
+    workers_missing: bool
+    server_epoch: int
+
+    def is_present(self, block: int) -> bool:
+        return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One mapped segment: `data` can be written, `generations` (one per granule) only read."""
+
+    data: U8
+    generations: U32
+
+
+class Session:
+    """One attachment. Made by the client's background thread, used by any thread of the process."""
+
+    def __init__(self, channel: grpc.Channel, attached: kv_cache_pb2.Attached) -> None:
+        self.channel = channel
+        self.stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+        self.session_id: int = attached.session_id
+        self.server_epoch: int = attached.server_epoch
+        self.limits = attached.limits
+        self.mapped = False
+        self.closed = False
+        self._segments: dict[int, Segment] = {}
+        self._changed = threading.Condition()
+        self._users = 0
+        self._descriptors: socket.socket | None = None
+
+    def segment(self, segment_id: int) -> Segment | None:
+        """The segment, waiting a moment for its descriptor: the server sent it before it named its slots."""
+        found = self._segments.get(segment_id)
+        if found is not None:
+            return found
+        with self._changed:
+            self._changed.wait_for(lambda: segment_id in self._segments or self.closed, SEGMENT_WAIT_S)
+            return self._segments.get(segment_id)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Keeps mapped memory and reserved slots ours for the time of the block."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        with self._changed:
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._users -= 1
+            self._let_go_if_unused()
+
+    def open_descriptors(self, path: str, ticket: bytes) -> bool:
+        """Connects the descriptor socket and starts mapping what comes. False if it is not to be had."""
+        descriptors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            descriptors.settimeout(ATTACH_TIMEOUT_S)
+            descriptors.connect(path)
+            descriptors.send(ticket)
+            descriptors.settimeout(None)
+        except OSError as error:
+            descriptors.close()
+            logger.warning("descriptor socket %s: %s; payloads go through streams instead", path, error)
+            return False
+        self._descriptors = descriptors
+        self.mapped = True
+        threading.Thread(target=self._map_segments, args=(descriptors,), name="prefixd-map", daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+            self._let_go_if_unused()
+        self.channel.close()
+
+    def _let_go_if_unused(self) -> None:
+        assert self._users >= 0, f"{self._users} users of a session"
+        if self.closed and self._users == 0 and self._descriptors is not None:
+            with contextlib.suppress(OSError):  # the server may have ended it first
+                self._descriptors.shutdown(socket.SHUT_RDWR)
+            self._descriptors.close()
+            self._descriptors = None
+            self._segments = {}
+
+    def _map_segments(self, descriptors: socket.socket) -> None:
+        while True:
+            try:
+                packet, fds, _, _ = socket.recv_fds(descriptors, 16, 2)
+            except OSError:
+                return  # closed by let_go
+            if not packet:
+                return
+            try:
+                segment_id, _, size = struct.unpack("<IIQ", packet)
+                data_fd, generations_fd = fds
+                data = np.frombuffer(mmap.mmap(data_fd, size), dtype=np.uint8)
+                generations = np.frombuffer(
+                    mmap.mmap(generations_fd, size // SLOT_GRANULE * 4, prot=mmap.PROT_READ), dtype="<u4"
+                )
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            with self._changed:
+                self._segments[segment_id] = Segment(data, generations)
+                self._changed.notify_all()
+            _populate(data)
+
+
+def _populate(data: U8) -> None:
+    """Maps the pages ahead, off the interpreter lock: a first touch costs about 1.4 s per GiB otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start in range(0, data.nbytes, POPULATE_STEP_BYTES):
+        size = min(POPULATE_STEP_BYTES, data.nbytes - start)
+        address = ctypes.c_void_p(data.ctypes.data + start)
+        if libc.madvise(address, ctypes.c_size_t(size), MADV_POPULATE_WRITE) != 0:
+            return  # an old kernel: pages are mapped when they are first used
+
+
+class LookupCall:
+    """A lookup under way. `answer()` is None until it came, and for ever if it failed."""
+
+    def __init__(self, client: "CacheClient", session: Session, future: grpc.Future, sent: float) -> None:
+        self._client = client
+        self._session = session
+        self._future = future
+        self._sent = sent
+        self.server_epoch = session.server_epoch
+
+    def wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(grpc.FutureTimeoutError, grpc.RpcError, grpc.FutureCancelledError):
+            self._future.result(timeout=timeout_s)
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def answer(self) -> LookupAnswer | None:
+        if not self._future.done() or self._future.code() is not grpc.StatusCode.OK:
+            return None
+        reply = self._future.result()
+        lease_s = reply.lease_ms / 1000
+        num_blocks = reply.hit_end - reply.hit_start
+        shape = (self._client.hello.num_shards, num_blocks)
+        slots = np.frombuffer(reply.slots, dtype="<u8")
+        generations = np.frombuffer(reply.generations, dtype="<u4")
+        if num_blocks == 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:
+            shape = (shape[0], 0)
+            slots, generations = slots[:0], generations[:0]
+        return LookupAnswer(
+            present=reply.present,
+            hit_start=reply.hit_start,
+            hit_end=reply.hit_start + shape[1],
+            lease_id=reply.lease_id,
+            deadline=self._sent + lease_s,
+            half_life=self._sent + lease_s / 2,
+            slots=slots.reshape(shape),
+            generations=generations.reshape(shape),
+            workers_missing=reply.missing_workers > 0,
+            server_epoch=self._session.server_epoch,
+        )
+
+
+class CacheClient:
+    """The line itself. Thread-safe. `address`: `unix:///PATH` (slots are mapped) or `HOST:PORT` (streams)."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        call_timeout_s: float,
+        transfer_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.hello = hello
+        self._call_timeout_s = call_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._clock = clock
+        self._session: Session | None = None
+        self._suspect = threading.Event()
+        self._stopping = threading.Event()
+        self._attached = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.num_lookups = 0
+        self.num_failed_calls = 0
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._keep_attached, name="prefixd-attach", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._suspect.set()
+        session = self._session
+        self._session = None
+        if session is not None:
+            session.close()
+
+    def session(self) -> Session | None:
+        """The session to use now, or None: not attached, or the circuit is open."""
+        session = self._session
+        return None if session is None or session.closed or self._suspect.is_set() else session
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        return self._attached.wait(timeout_s)
+
+    def _keep_attached(self) -> None:
+        pause = RETRY_MIN_S
+        announced_absence = False
+        while not self._stopping.is_set():
+            session, why = self._attach()
+            if session is None:
+                if not announced_absence:
+                    logger.warning("cache server %s: %s; running uncached, trying again", self.address, why)
+                    announced_absence = True
+                self._stopping.wait(pause)
+                pause = min(pause * 2, RETRY_MAX_S)
+                continue
+            logger.info("attached to %s (%s, %s)", self.address, "mapped slots" if session.mapped else "streams", why)
+            announced_absence = False
+            pause = RETRY_MIN_S
+            self._suspect.clear()
+            self._session = session
+            self._attached.set()
+            reason = self._watch(session)
+            self._session = None
+            self._attached.clear()
+            session.close()
+            if not self._stopping.is_set():
+                logger.warning("lost cache server %s: %s; running uncached, trying again", self.address, reason)
+                announced_absence = True
+
+    def _attach(self) -> tuple[Session | None, str]:
+        channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+        hello = self.hello
+        unix_path = self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
+        request = kv_cache_pb2.AttachRequest(
+            protocol_version=PROTOCOL_VERSION,
+            role=kv_cache_pb2.ROLE_SCHEDULER if hello.shard is None else kv_cache_pb2.ROLE_WORKER,
+            engine_id=hello.engine_id,
+            client_name=hello.client_name,
+            pid=os.getpid(),
+            namespace=kv_cache_pb2.Namespace(
+                fingerprint=hello.fingerprint,
+                text=hello.namespace_text,
+                key_bytes=hello.key_bytes,
+                num_shards=hello.num_shards,
+            ),
+            wants_descriptors=unix_path is not None and hello.shard is not None,
+        )
+        if hello.shard is not None:
+            request.shard.index = hello.shard
+            request.shard.payload_bytes = hello.payload_bytes
+            request.shard.descriptor = hello.descriptor
+        events = stub.Attach(request)
+        alarm = threading.Timer(ATTACH_TIMEOUT_S, events.cancel)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            first = next(events)
+        except (grpc.RpcError, StopIteration) as error:
+            channel.close()
+            return None, _reason(error)
+        finally:
+            alarm.cancel()
+        session = Session(channel, first.attached)
+        if request.wants_descriptors and first.attached.descriptor_ticket:
+            assert unix_path is not None
+            session.open_descriptors(unix_path + ".fd", first.attached.descriptor_ticket)
+        self._events = events
+        return session, f"server {first.attached.server_version}"
+
+    def _watch(self, session: Session) -> str:
+        """Returns, with the reason, when the session is over. Meanwhile probes whenever a call failed."""
+        ended: list[str] = []
+
+        def read_events() -> None:
+            try:
+                for event in self._events:
+                    if event.WhichOneof("event") == "closing":
+                        ended.append(f"server is closing ({event.closing.reason})")
+                        break
+                else:
+                    ended.append("stream ended")
+            except grpc.RpcError as error:
+                ended.append(_reason(error))
+            if not session.closed:
+                self._suspect.set()
+
+        threading.Thread(target=read_events, name="prefixd-events", daemon=True).start()
+        while True:
+            self._suspect.wait()
+            if ended or self._stopping.is_set():
+                return ended[0] if ended else "closing"
+            logger.warning("cache server %s does not answer in time; running uncached", self.address)
+            while not ended and not self._stopping.is_set():
+                status = self._probe(session)
+                if status is grpc.StatusCode.OK:
+                    logger.info("cache server %s answers again", self.address)
+                    self._suspect.clear()
+                    break
+                if status is grpc.StatusCode.FAILED_PRECONDITION:
+                    return "the server no longer knows this session"
+                self._stopping.wait(RETRY_MIN_S)
+
+    def _probe(self, session: Session) -> grpc.StatusCode:
+        request = kv_cache_pb2.RenewRequest(session_id=session.session_id)
+        started = self._clock()
+        try:
+            session.stub.Renew(request, timeout=PROBE_TIMEOUT_S)
+        except (grpc.RpcError, ValueError) as error:
+            return error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
+        slow = self._clock() - started > self._call_timeout_s
+        return grpc.StatusCode.DEADLINE_EXCEEDED if slow else grpc.StatusCode.OK
+
+    def _failed(self, error: object, session: Session) -> None:
+        """A call failed: count it and open the circuit, unless it was refused for its contents, or is of the past."""
+        self.num_failed_calls += 1
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            logger.error("cache server %s refused a call: %s", self.address, _reason(error))
+        elif session is self._session and not session.closed:
+            self._suspect.set()
+
+    # --- scheduler side -------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: bytes, first: int, *, lease: bool) -> LookupCall | None:
+        """Asks for the blocks named by `keys` (packed, chain order). None: there is nobody to ask."""
+        session = self.session()
+        if session is None:
+            return None
+        request = kv_cache_pb2.LookupRequest(session_id=session.session_id, keys=keys, first=first, lease=lease)
+        sent = self._clock()
+        future = self._send(session, session.stub.Lookup, request)
+        if future is None:
+            return None
+        self.num_lookups += 1
+        return LookupCall(self, session, future, sent)
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Ends leases, without waiting. A lost release costs the server no more than the lease time."""
+        session = self.session()
+        if session is not None and lease_ids:
+            self._send(
+                session,
+                session.stub.Release,
+                kv_cache_pb2.ReleaseRequest(session_id=session.session_id, lease_ids=lease_ids),
+            )
+
+    def renew(self, lease_ids: Sequence[int]) -> None:
+        """Prolongs leases by a lease time, without waiting."""
+        session = self.session()
+        if session is not None and lease_ids:
+            self._send(
+                session,
+                session.stub.Renew,
+                kv_cache_pb2.RenewRequest(session_id=session.session_id, lease_ids=lease_ids),
+            )
+
+    def _send(self, session: Session, method: grpc.UnaryUnaryMultiCallable, request: object) -> grpc.Future | None:
+        try:
+            future: grpc.Future = method.future(request, timeout=self._call_timeout_s)
+        except ValueError as error:  # the channel was closed by the background thread a moment ago
+            self._failed(error, session)
+            return None
+        future.add_done_callback(lambda ended: self._settle(ended, session))
+        return future
+
+    def _settle(self, future: grpc.Future, session: Session) -> None:
+        if future.cancelled() or future.code() is not grpc.StatusCode.OK:
+            self._failed(future, session)  # a future of a failed call is itself the error: code(), details()
+
+    # --- worker side: mapped slots --------------------------------------------------------------------------------
+
+    def reserve(self, session: Session, num_slots: int) -> U64:
+        """Addresses of up to `num_slots` slots to write into, ascending. Blocks for at most the call deadline."""
+        request = kv_cache_pb2.ReserveRequest(session_id=session.session_id, num_slots=num_slots)
+        try:
+            reply = session.stub.Reserve(request, timeout=self._transfer_timeout_s)
+        except (grpc.RpcError, ValueError) as error:
+            self._failed(error, session)
+            return np.empty(0, dtype="<u8")
+        return np.frombuffer(reply.slots, dtype="<u8")
+
+    def commit(self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32) -> bytes | None:
+        """Names written slots. One status byte per slot, or None: nobody answered, the slots are in doubt."""
+        request = kv_cache_pb2.CommitRequest(
+            session_id=session.session_id,
+            slots=slots.astype("<u8").tobytes(),
+            keys=keys,
+            parent_keys=parents,
+            depths=depths.astype("<u4").tobytes(),
+        )
+        try:
+            reply = session.stub.Commit(request, timeout=self._transfer_timeout_s)
+        except (grpc.RpcError, ValueError) as error:
+            self._failed(error, session)
+            return None
+        return bytes(reply.statuses)
+
+    # --- worker side: streams -------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        session: Session,
+        payloads: Sequence[memoryview],
+        keys: bytes,
+        parents: bytes,
+        depths: U32,
+        checksums: U64,
+    ) -> bytes | None:
+        """Sends payloads under their keys. One status byte per payload, or None if the stream broke."""
+        header = kv_cache_pb2.PutHeader(
+            session_id=session.session_id,
+            keys=keys,
+            parent_keys=parents,
+            depths=depths.astype("<u4").tobytes(),
+            checksums=checksums.astype("<u8").tobytes(),
+        )
+
+        def messages() -> Iterator[bytes]:
+            yield kv_cache_pb2.PutChunk(header=header).SerializeToString()
+            for index, payload in enumerate(payloads):
+                for offset in range(0, len(payload), CHUNK_BYTES):
+                    yield put_chunk_bytes(index, offset, payload[offset : offset + CHUNK_BYTES])
+
+        call = session.channel.stream_unary(
+            "/prefixd.v1.KvCache/Put",
+            request_serializer=None,
+            response_deserializer=kv_cache_pb2.PutReply.FromString,
+        )
+        try:
+            reply = call(messages(), timeout=self._transfer_timeout_s)
+        except (grpc.RpcError, ValueError) as error:
+            self._failed(error, session)
+            return None
+        return bytes(reply.statuses)
+
+    def get(
+        self,
+        session: Session,
+        keys: bytes,
+        lease_id: int,
+        payloads: Sequence[memoryview],
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[int | None]:
+        """Receives payloads into `payloads`, in place. Per key: its checksum (0: none made) if every byte came, else
+        None. Writes nothing after it has returned."""
+        checksums: list[int | None] = [None] * len(payloads)
+        received = [0] * len(payloads)
+        request = kv_cache_pb2.GetRequest(session_id=session.session_id, keys=keys, lease_id=lease_id)
+        call = session.channel.unary_stream(
+            "/prefixd.v1.KvCache/Get",
+            request_serializer=kv_cache_pb2.GetRequest.SerializeToString,
+            response_deserializer=None,
+        )
+        pending: dict[int, int] = {}
+        try:
+            stream = call(request, timeout=self._transfer_timeout_s)
+            for message in stream:
+                if cancelled():
+                    stream.cancel()
+                    break
+                chunk = GetChunkView.parse(message)
+                if chunk.missing:
+                    continue
+                target = payloads[chunk.index]
+                if chunk.offset != received[chunk.index] or chunk.offset + len(chunk.data) > len(target):
+                    stream.cancel()
+                    raise ValueError(f"Get: {len(chunk.data)} bytes at {chunk.offset} of {len(target)}, out of order")
+                np.copyto(
+                    np.frombuffer(target, np.uint8)[chunk.offset : chunk.offset + len(chunk.data)],
+                    np.frombuffer(chunk.data, np.uint8),
+                )
+                if chunk.offset == 0:
+                    pending[chunk.index] = chunk.checksum
+                received[chunk.index] += len(chunk.data)
+                if received[chunk.index] == len(target):
+                    checksums[chunk.index] = pending[chunk.index]
+        except (grpc.RpcError, ValueError) as error:
+            self._failed(error, session)
+        return checksums
+
+
+def _reason(error: object) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+# --- the wire format of the two data messages, by hand: one copy instead of three (0.85-1.0 of bare bytes, not 0.67) --
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def put_chunk_bytes(index: int, offset: int, data: memoryview) -> bytes:
+    """PutChunk{index=2, offset=3, data=15} as protobuf writes it."""
+    return b"".join((b"\x10", _varint(index), b"\x18", _varint(offset), b"\x7a", _varint(len(data)), data))
+
+
+@dataclass(frozen=True, slots=True)
+class GetChunkView:
+    """A GetChunk whose `data` is a view of the received message."""
+
+    index: int
+    offset: int
+    checksum: int
+    missing: bool
+    data: memoryview
+
+    @classmethod
+    def parse(cls, message: bytes) -> "GetChunkView":
+        """Raises ValueError for anything that is not a GetChunk."""
+        index = offset = checksum = missing = 0
+        data = memoryview(b"")
+        at = 0
+        try:
+            while at < len(message):
+                tag, at = _read_varint(message, at)
+                if tag == 0x08:
+                    index, at = _read_varint(message, at)
+                elif tag == 0x10:
+                    offset, at = _read_varint(message, at)
+                elif tag == 0x19:
+                    (checksum,) = struct.unpack_from("<Q", message, at)
+                    at += 8
+                elif tag == 0x20:
+                    missing, at = _read_varint(message, at)
+                elif tag == 0x7A:
+                    size, at = _read_varint(message, at)
+                    data = memoryview(message)[at : at + size]
+                    if len(data) != size:
+                        raise ValueError("GetChunk: data is cut short")
+                    at += size
+                else:
+                    raise ValueError(f"GetChunk: unknown field tag {tag}")
+        except (IndexError, struct.error) as error:
+            raise ValueError("GetChunk: cut short") from error
+        return cls(index, offset, checksum, bool(missing), data)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("varint is longer than 64 bits")

@@ -1,0 +1,198 @@
+"""What an operator may set: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`.
+
+Closed: a key we do not know or a value we cannot take is refused before the model is loaded, in one line that names
+the key, the value and what is allowed. Nothing is adjusted in silence. A setting needs a person who would turn it; all
+else is a named constant where it is used.
+
+Not here: the server's settings (`cache_server/config.py`), with which this file shares the grammar of addresses
+(unix:///ABSOLUTE/PATH, HOST:PORT, [IPV6]:PORT) but no code.
+"""
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from connector.block_keys import KEY_BYTES
+
+_ALLOWED_ADDRESSES = "unix:///ABSOLUTE/PATH, HOST:PORT or [IPV6]:PORT is allowed"
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# The characters that mean nothing in a URI (gRPC takes the address as one) or in a shell.
+_SOCKET_PATH = re.compile(r"/[A-Za-z0-9._+@=/-]*[A-Za-z0-9._+@=-]")
+_PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
+_MAX_SOCKET_PATH_BYTES = 104  # sun_path is 108 bytes with its final NUL; the descriptor socket's name is PATH.fd
+
+_SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+_MAX_TEXT = 256
+
+
+class ConfigError(ValueError):
+    """A setting is not one, or has a value that is not allowed. The message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a cache server listens: `path` of a Unix socket on this node (mapped slots), or host and port (streams)."""
+
+    path: str | None
+    host: str | None
+    port: int | None
+
+    @property
+    def is_local(self) -> bool:
+        return self.path is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """The settings of one engine."""
+
+    server: str
+    namespace: str | None = None  # replaces the model identity: engines with equal ones share
+    weights_version: str | None = None  # added to it: to share again after a weight update
+    hash: str = "xxh3_128"
+    lookup_timeout_ms: float = 50.0  # what a dead server costs one request, once
+    load_timeout_ms: float = 10_000.0  # after which a promised load counts as failed
+    lookup_wait_ms: float = 1.0  # how long the scheduler stands still for an answer before it asks again next step
+    staging_bytes: int = 256 << 20  # host memory of a worker for blocks on their way to or from a server elsewhere
+
+    @property
+    def address(self) -> Address:
+        return parse_address(self.server)
+
+    @classmethod
+    def parse(cls, extra_config: Mapping[str, Any] | None) -> "ConnectorConfig":
+        """The settings in `extra_config`, checked. Raises ConfigError."""
+        if extra_config is not None and not isinstance(extra_config, Mapping):
+            raise ConfigError(f"kv_connector_extra_config = {_shown(extra_config)}: an object is allowed")
+        given = dict(extra_config or {})
+        names = [field.name for field in fields(cls)]
+        for key, value in given.items():
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"{_key(key)} = {_shown(value)}: unknown; {hint}allowed are {', '.join(names)}")
+        if "server" not in given:
+            raise ConfigError(f"{_key('server')} is missing: {_ALLOWED_ADDRESSES}")
+        checked: dict[str, Any] = {key: _PARSERS[key](key, value) for key, value in given.items()}
+        config = cls(**checked)
+        if config.lookup_wait_ms > config.lookup_timeout_ms:
+            raise ConfigError(
+                f"{_key('lookup_wait_ms')} = {config.lookup_wait_ms:g}: "
+                f"at most lookup_timeout_ms ({config.lookup_timeout_ms:g}) is allowed"
+            )
+        return config
+
+
+def parse_address(text: str) -> Address:
+    """An address in the grammar that connector and server share. Raises ConfigError, without the name of a key."""
+    address = _unix_address(text) if text.startswith("unix:") else _tcp_address(text)
+    if address is None:
+        raise ConfigError(f"{_shown(text)}: {_ALLOWED_ADDRESSES}")
+    return address
+
+
+def _unix_address(text: str) -> Address | None:
+    path = text.removeprefix("unix://")
+    if not _SOCKET_PATH.fullmatch(path) or len(path) > _MAX_SOCKET_PATH_BYTES:
+        return None
+    return Address(path=path, host=None, port=None)
+
+
+def _tcp_address(text: str) -> Address | None:
+    host, _, port = text.rpartition(":")
+    if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65535:
+        return None
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        return Address(path=None, host=host, port=int(port)) if _is_ipv6(host) else None
+    return Address(path=None, host=host, port=int(port)) if _HOST.fullmatch(host) else None
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return "%" not in host
+
+
+def _server(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{_key(key)} = {_shown(value)}: {_ALLOWED_ADDRESSES}")
+    try:
+        parse_address(value)
+    except ConfigError as error:
+        raise ConfigError(f"{_key(key)} = {error}") from None
+    return value
+
+
+def _text(key: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT or not value.isprintable():
+        raise ConfigError(f"{_key(key)} = {_shown(value)}: a text of 1 to {_MAX_TEXT} printable characters is allowed")
+    return value
+
+
+def _hash(key: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in KEY_BYTES:
+        near = difflib.get_close_matches(str(value), KEY_BYTES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{_key(key)} = {_shown(value)}: {' or '.join(KEY_BYTES)} is allowed{hint}")
+    return value
+
+
+def _timeout_ms(key: str, value: Any) -> float:
+    if _is_number(value) and 0 < value <= 3_600_000:
+        return float(value)
+    raise ConfigError(f"{_key(key)} = {_shown(value)}: a number of milliseconds above 0, up to 3600000, is allowed")
+
+
+def _wait_ms(key: str, value: Any) -> float:
+    if _is_number(value) and 0 <= value <= 1000:
+        return float(value)
+    raise ConfigError(f"{_key(key)} = {_shown(value)}: a number of milliseconds from 0 to 1000 is allowed")
+
+
+def _size(key: str, value: Any) -> int:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 1 << 20 <= size <= 1 << 50:
+        raise ConfigError(
+            f"{_key(key)} = {_shown(value)}: a size of 1MiB or more with its unit ({', '.join(_UNITS)}) is allowed"
+        )
+    return size
+
+
+_PARSERS = {
+    "server": _server,
+    "namespace": _text,
+    "weights_version": _text,
+    "hash": _hash,
+    "lookup_timeout_ms": _timeout_ms,
+    "load_timeout_ms": _timeout_ms,
+    "lookup_wait_ms": _wait_ms,
+    "staging_bytes": _size,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _key(key: Any) -> str:
+    return f"kv_connector_extra_config.{_one_line(str(key))}"
+
+
+def _shown(value: Any) -> str:
+    return _one_line(repr(value))
+
+
+def _one_line(text: str) -> str:
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,363 @@
+"""The namespace: everything that makes the bytes of one engine useless to another.
+
+This file reads vLLM's configuration, decides whether prefixd can serve it (`why_unsupported`) and reduces it to a
+32-byte fingerprint (`namespace_of`) with which every key begins. Invariant: engines whose payloads may not be
+exchanged have different fingerprints. The other direction is best effort: an object without a stable text or a newer
+library that adds a default to a model's configuration costs hits, never a wrong one.
+
+Model identity is what the model *is*: its resolved configuration (after `hf_overrides`) and its weights. Weights are
+recognised by the size of each file, the safetensors header and a sample of every tensor, not by reading terabytes.
+Where the model lies and what it is called for its users does not enter: everybody mounts at /models.
+
+Read on the scheduler side only, from fields that all ranks share. Not here: a rank's layer names, padding and strides
+(the shard descriptor, `kv_layout.py`), what differs from request to request (`block_keys.py`). vLLM and torch are
+never imported: their objects are recognised by attributes and class names, and those of newer versions may be missing.
+"""
+
+import enum
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from connector.block_keys import KEY_BYTES
+
+FORMAT_VERSION = 1  # raised with every change of the key encoding, of these fields or of a payload's bytes
+
+_MAGIC = b"prefixd namespace"
+_U32 = struct.Struct("<I")
+
+# Speculators that keep no KV of their own: the target model's pages are all there is.
+_SPECULATORS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+# The exact classes: a subclass (sink tokens, reference windows, hidden states) may keep state that a block's token
+# prefix does not determine.
+_FULL_ATTENTION_KINDS = {"FullAttentionSpec": "full_attention", "MLAAttentionSpec": "mla_attention"}
+
+_CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32"}
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# A fine-tuned model has the sizes and the header of its base, and may differ in its attention layers only: so every
+# tensor is sampled. 128 per file bound the start-up to about ten thousand small reads for the largest models.
+_SAMPLE_BYTES = 4096
+_MAX_SAMPLES_PER_FILE = 128
+_MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
+
+# Says where the configuration was read and by which library, not what it is.
+_CONFIG_KEYS_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "name_or_path", "_commit_hash"})
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What an engine's keys begin with. `text` is for people: the fields behind the fingerprint as JSON."""
+
+    fingerprint: bytes
+    text: str
+    key_bytes: int
+    num_shards: int
+
+
+def namespace_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    namespace: str | None,
+    weights_version: str | None,
+    hash_name: str,
+) -> Namespace:
+    """The namespace of an engine that `why_unsupported` has nothing against.
+
+    The operator's `namespace` replaces the model identity (configuration and weights) and nothing else;
+    `weights_version` is added to either.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    groups = [_group_fields(group) for group in kv_cache_config.kv_cache_groups]
+    fields: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "hash": hash_name,
+        "model": _model_identity(vllm_config) if namespace is None else {"namespace": namespace},
+        "weights_version": weights_version,
+        "model_dtype": _dtype_name(model.dtype),
+        "kv_cache_dtype": _resolved_cache_dtype(cache, kv_cache_config),
+        "kv_cache_dtype_skip_layers": _plain(getattr(cache, "kv_cache_dtype_skip_layers", None) or []),
+        "kv_groups": groups,
+        "page_order": _page_order(kv_cache_config),
+        "block_size": cache.block_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "quantization": _plain(getattr(model, "quantization", None)),
+        "quantization_config": _plain(getattr(model, "quantization_config", None)),
+        "long_rope": _long_rope(model),
+        "multimodal": _multimodal(model),
+    }
+    return Namespace(
+        fingerprint=_fingerprint(fields),
+        text=json.dumps(fields, sort_keys=True),
+        key_bytes=KEY_BYTES[hash_name],
+        num_shards=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+    )
+
+
+def why_unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why prefixd does nothing for this engine, in words for its log, or None if it serves it."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1) or 1) > 1:
+            return f"{name} is {size}: blocks that are spread over context-parallel ranks are not supported"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales is on: scales found at run time are not part of a block's name"
+    if speculator := _speculator_with_kv(getattr(vllm_config, "speculative_config", None)):
+        return f"speculative decoding by {speculator!r}: the draft model's KV is not saved (ngram and suffix work)"
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV groups ({', '.join(kinds) or 'none'}): exactly one is supported"
+    for spec in _layer_specs(groups[0].kv_cache_spec):
+        kind = type(spec).__name__
+        if kind not in _FULL_ATTENTION_KINDS:
+            return f"the model's KV group is of kind {kind}: only full attention and MLA are supported"
+        if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
+            return "the model attends to later tokens: a block's KV does not follow from its token prefix"
+        if getattr(spec, "tokens_per_state", 1) != 1:
+            return f"the model keeps one KV state per {spec.tokens_per_state} tokens: only one per token is supported"
+        if kind == "MLAAttentionSpec" and parallel.tensor_parallel_size > 1:
+            return f"MLA with tensor_parallel_size {parallel.tensor_parallel_size}: only 1 is supported"
+    if groups[0].kv_cache_spec.block_size != vllm_config.cache_config.block_size:
+        return (
+            f"the KV group's block_size {groups[0].kv_cache_spec.block_size} differs from the engine's "
+            f"{vllm_config.cache_config.block_size}"
+        )
+    return None
+
+
+def features_name_content(vllm_config: Any) -> bool:
+    """Whether a multimodal feature's identifier is a hash of its content.
+
+    With prefix caching and the processor cache both off, vLLM saves itself the hashing and counts: the first picture
+    of every process is `renderer0-mm-1-image-0`.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is None
+        or bool(vllm_config.cache_config.enable_prefix_caching)
+        or getattr(multimodal, "mm_processor_cache_gb", 0) != 0
+    )
+
+
+def _fingerprint(fields: Mapping[str, Any]) -> bytes:
+    """SHA-256 over (name, value as JSON), by name; each with its length before it."""
+    encoded = [_with_length(_MAGIC)]
+    for name in sorted(fields):
+        encoded.append(_with_length(name.encode()))
+        encoded.append(_with_length(json.dumps(fields[name], sort_keys=True).encode()))
+    return hashlib.sha256(b"".join(encoded)).digest()
+
+
+# --- what the engine keeps of a block
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    """A group's spec, or those inside of a `UniformTypeKVCacheSpecs`, which holds one per layer."""
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return [spec] if per_layer is None else list(per_layer.values())
+
+
+def _group_fields(group: Any) -> list[dict[str, Any]]:
+    """The distinct specs of a group. Layer names and counts stay out: pipeline ranks differ in them."""
+    distinct = {json.dumps(_spec_fields(spec), sort_keys=True) for spec in _layer_specs(group.kv_cache_spec)}
+    return [json.loads(fields) for fields in sorted(distinct)]
+
+
+def _spec_fields(spec: Any) -> dict[str, Any]:
+    kind = type(spec).__name__
+    return {
+        "kind": _FULL_ATTENTION_KINDS.get(kind, kind),
+        "block_size": spec.block_size,
+        "num_kv_heads": _plain(getattr(spec, "num_kv_heads", None)),
+        "head_size": _plain(getattr(spec, "head_size", None)),
+        "head_size_v": _plain(getattr(spec, "head_size_v", None)),
+        "dtype": _dtype_name(getattr(spec, "dtype", None)),
+        "page_bytes": spec.page_size_bytes,
+        "quant_mode": _plain(getattr(spec, "kv_quant_mode", None)),
+        "cache_dtype": _plain(getattr(spec, "cache_dtype_str", None)),
+        "sliding_window": _plain(getattr(spec, "sliding_window", None)),
+        "attention_chunk_size": _plain(getattr(spec, "attention_chunk_size", None)),
+    }
+
+
+def _resolved_cache_dtype(cache: Any, kv_cache_config: Any) -> str:
+    """The element type of the KV tensors, never `auto`, which is what an engine of another dtype says too."""
+    name = getattr(cache, "cache_dtype", None) or "auto"
+    if name == "auto":
+        dtypes = {
+            _dtype_name(getattr(spec, "dtype", None))
+            for group in kv_cache_config.kv_cache_groups
+            for spec in _layer_specs(group.kv_cache_spec)
+        }
+        name = "+".join(sorted(dtypes))
+    return _CACHE_DTYPE_ALIASES.get(name, name)
+
+
+def _page_order(kv_cache_config: Any) -> str | None:
+    """The order of heads, tokens and content within a page, of a `KVCacheLayout` name such as LBHNC (vLLM 0.30).
+
+    Where layers (L) and blocks (B) stand in it changes how pages are found, not what is in them.
+    """
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    return None if layout is None else "".join(letter for letter in str(layout) if letter not in "LB")
+
+
+def _long_rope(model: Any) -> bool | None:
+    """Whether a model of rope type `longrope` uses its long factors: vLLM decides it by `max_model_len`."""
+    config = getattr(model, "hf_text_config", None) or model.hf_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if "longrope" not in json.dumps(_plain(rope)):
+        return None
+    original = getattr(config, "original_max_position_embeddings", None)
+    if original is None and isinstance(rope, Mapping):
+        original = rope.get("original_max_position_embeddings")
+    return bool(model.max_model_len > (original or config.max_position_embeddings))
+
+
+def _multimodal(model: Any) -> dict[str, Any] | None:
+    """What an operator can set of how pictures become vectors; it is not in their identifiers for certain."""
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is None:
+        return None
+    names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
+    return {name: _plain(getattr(multimodal, name, None)) for name in names}
+
+
+def _speculator_with_kv(speculative: Any) -> str | None:
+    if speculative is None:
+        return None
+    method = str(getattr(speculative, "method", None) or "draft_model")
+    return None if method in _SPECULATORS_WITHOUT_KV else method
+
+
+# --- what the model is
+
+
+def _model_identity(vllm_config: Any) -> dict[str, Any]:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    config = _hf_config_fields(model.hf_config)
+    identity: dict[str, Any] = {"config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
+    if overrides := getattr(model, "model_class_overrides", None):
+        identity["model_class_overrides"] = _plain(overrides)
+    load_format = getattr(load.load_format, "value", load.load_format)
+    if load_format == "dummy":
+        return {**identity, "load_format": "dummy", "seed": model.seed}
+    # `model_weights` is set where the weights stay in an object store and `model` is a local copy of the rest.
+    name = getattr(model, "model_weights", None) or model.model
+    files = _weight_files(name, model.revision, getattr(load, "download_dir", None))
+    if files:
+        return {**identity, "weights": _weights_fingerprint(files)}
+    return {**identity, "name": str(name), "revision": model.revision}
+
+
+def _hf_config_fields(hf_config: Any) -> Any:
+    fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else vars(hf_config)
+    return _without_provenance(_plain(fields))
+
+
+def _without_provenance(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_provenance(item) for key, item in value.items() if key not in _CONFIG_KEYS_LEFT_OUT}
+    return [_without_provenance(item) for item in value] if isinstance(value, list) else value
+
+
+def _weight_files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    """The files that hold the weights, by name; none if they are not on this machine.
+
+    A directory without files of a known kind counts as a whole: what is not understood must still make a difference.
+    """
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    directory = path if path.is_dir() else _hub_snapshot(name, revision, download_dir)
+    if directory is None:
+        return []
+    files = sorted((file for file in directory.iterdir() if file.is_file()), key=lambda file: file.name)
+    weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
+    return weights or (files if directory == path else [])
+
+
+def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where the Hugging Face cache keeps `name` at `revision`: <cache>/models--ORG--NAME/snapshots/<commit>."""
+    if name.count("/") > 1 or "://" in name:
+        return None
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = download_dir or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
+    repository = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
+    commit = revision or "main"
+    reference = repository / "refs" / commit
+    if reference.is_file():
+        commit = reference.read_text(encoding="utf-8").strip()
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _weights_fingerprint(files: Iterable[Path]) -> str:
+    """SHA-256 over each file's name, size, safetensors header and samples."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            header = _safetensors_header(stream, size) if file.suffix == ".safetensors" else b""
+            for part in (file.name.encode(), str(size).encode(), header):
+                digest.update(_with_length(part))
+            for start in _sample_starts(header, size):
+                stream.seek(start)
+                digest.update(_with_length(stream.read(_SAMPLE_BYTES)))
+    return digest.hexdigest()
+
+
+def _safetensors_header(stream: BinaryIO, size: int) -> bytes:
+    """The tensors' names, types and places: a JSON text after its length in the first eight bytes."""
+    header_bytes = int.from_bytes(stream.read(8), "little")
+    return stream.read(header_bytes) if header_bytes <= min(size, _MAX_SAFETENSORS_HEADER_BYTES) else b""
+
+
+def _sample_starts(header: bytes, size: int) -> list[int]:
+    """The middle of every tensor; where they are too many or unknown, places spread evenly over them or the file."""
+    try:
+        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        bounds = sorted((int(tensor["data_offsets"][0]), int(tensor["data_offsets"][1])) for tensor in tensors)
+        starts = [8 + len(header) + max(start, (start + stop - _SAMPLE_BYTES) // 2) for start, stop in bounds]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        starts = list(range(0, size, _SAMPLE_BYTES))
+    if len(starts) <= _MAX_SAMPLES_PER_FILE:
+        return starts
+    last = len(starts) - 1
+    return [starts[sample * last // (_MAX_SAMPLES_PER_FILE - 1)] for sample in range(_MAX_SAMPLES_PER_FILE)]
+
+
+# --- values as JSON
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON: mappings with text keys, lists, and the text of what JSON does not know (dtypes, objects)."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    return str(value)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _with_length(data: bytes) -> bytes:
+    return _U32.pack(len(data)) + data

@@ -1,0 +1,83 @@
+"""What the scheduler side tells the worker side each step, and vLLM's shapes turned into ours.
+
+Owns the metadata of one engine step (`StepPlan`) and the one place that reads `SchedulerOutput`'s two shapes of
+new and resumed requests (`block_table_changes`). Everything here is data; it is pickled to the workers, so keys,
+slots and generations travel as packed bytes.
+
+Invariant: the block_ids in a spec belong to the request's present scheduled life. A spec is made in the step that
+carries it, or (loads) at the allocation just before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Fill `block_ids` with the payloads of `keys`; the answer to one lookup, held by `lease_id`.
+
+    keys: key_bytes per block. slots: u64 `[num_shards][num_blocks]`; generations: u32, the same shape
+    (both as in `protos/kv_cache.proto`). A spec without keys cannot be loaded: every worker reports it failed.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    keys: bytes
+    slots: bytes
+    generations: bytes
+    lease_id: int
+    server_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """The key under which a block's payload is stored, and its place in the chain."""
+
+    key: bytes
+    parent: bytes
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """Gather `block_id` at the end of this step. `name` None: gather now, the name follows under `ticket`."""
+
+    block_id: int
+    name: BlockName | None
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `names`: tickets of earlier nameless gathers, with their name, or None: discard it.
+    `cancelled`: requests whose load is not wanted any more; it is still reported, as failed."""
+
+    loads: tuple[LoadSpec, ...] = ()
+    saves: tuple[SaveSpec, ...] = ()
+    names: dict[int, BlockName | None] = field(default_factory=dict)
+    cancelled: frozenset[str] = frozenset()
+
+
+class BlockTableChange(NamedTuple):
+    """`block_ids` of KV group 0 replace a request's table (first schedule, resume) or are appended to it."""
+
+    request_id: str
+    block_ids: list[int]
+    replaces: bool
+
+
+def block_table_changes(scheduler_output: Any) -> Iterator[BlockTableChange]:
+    """Every change of a block table in this step, whichever model runner the output is for.
+
+    V1 runner: a resumed request is in `resumed_req_ids` and its `new_block_ids` are the whole table. V2 runner: it
+    is in `scheduled_new_reqs` again. Token ids are not read here: `prefill_token_ids` is the request's live list and
+    decoded tokens are in no field at all, so the scheduler side holds the `Request` (docs/decisions/0001).
+    """
+    for new in scheduler_output.scheduled_new_reqs:
+        yield BlockTableChange(new.req_id, list(new.block_ids[0]), True)
+    cached = scheduler_output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if block_ids is not None:
+            yield BlockTableChange(request_id, list(block_ids[0]), request_id in resumed)

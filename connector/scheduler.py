@@ -1,0 +1,478 @@
+"""The scheduler side: which blocks of a request the cache has, and which blocks of a step it should get.
+
+The story of one request, in the order in which vLLM calls:
+
+    num_new_matched_tokens   keys once per (request, number of tokens); one lookup; None until it is answered
+    after_alloc              a positive number makes a LoadSpec for the blocks just allocated; zero lets the lease go
+    build_plan               block tables follow vLLM's; blocks that become full in this step make SaveSpecs
+    loads_ended              loads that the workers reported: leases go, failures are remembered
+    request_finished         names for the last nameless gathers; nothing of the request remains
+
+Token ranges of one request in a step, in blocks:
+
+    [0, local)        were in the engine's own cache: saved only if the lookup says that the server lacks them
+    [local, loaded)   came from the server
+    [loaded, known)   computed by the end of this step, all token ids known: saved under their key
+    [known, certain)  computed by the end of this step, last token id not known yet (asynchronous scheduling): gathered
+                      without a name; the next plan names or discards them
+
+Invariants.
+- `block_ids` of a state belong to the request's present scheduled life; preemption empties them. A state whose table
+  is in doubt is `tainted` and saves nothing until vLLM hands out a whole new table.
+- Asking twice changes nothing: one RPC per (request, number of tokens) while its lease has life left.
+- Every lease taken is released once: when its load ended, when no load came of it, or when the request ended.
+
+Token ids come from the live `Request` (docs/decisions/0001): decoded tokens are in no field of SchedulerOutput.
+
+Not here: vLLM imports (`plugin.py`), bytes (`worker.py`), the wire (`client.py`).
+"""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from connector.block_keys import BlockKeys, RequestIdentity
+from connector.client import LookupAnswer
+from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
+
+WORKERS_GRACE_S = 2.0  # after the first answer of a server: its workers may still be attaching
+EPOCH_BYTES = 16
+
+
+class Call(Protocol):
+    """A lookup under way (`client.LookupCall`)."""
+
+    server_epoch: int
+
+    def wait(self, timeout_s: float) -> None: ...
+    def done(self) -> bool: ...
+    def answer(self) -> LookupAnswer | None: ...
+
+
+class Client(Protocol):
+    """What the scheduler side asks of the line to the server (`client.CacheClient`)."""
+
+    def lookup(self, keys: bytes, first: int, *, lease: bool) -> Call | None: ...
+    def release(self, lease_ids: list[int]) -> None: ...
+    def renew(self, lease_ids: list[int]) -> None: ...
+
+
+class Question:
+    """The lookup of one (request, number of tokens), and what came of it."""
+
+    __slots__ = ("answer", "asked_at", "call", "lease_id", "num_tokens", "renewed")
+
+    def __init__(self, num_tokens: int, call: Call, asked_at: float) -> None:
+        self.num_tokens = num_tokens
+        self.call: Call | None = call
+        self.asked_at = asked_at
+        self.answer: LookupAnswer | None = None
+        self.lease_id = 0  # held, and not handed to a load yet
+        self.renewed = False
+
+    def settle(self) -> bool:
+        """Takes the answer if it came. True: there is nothing more to wait for."""
+        if self.call is not None and self.call.done():
+            self.answer = self.call.answer()
+            self.lease_id = self.answer.lease_id if self.answer is not None else 0
+            self.call = None
+        return self.call is None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestState:
+    """One live request. `save_at`: the number of computed tokens at which its next block is full."""
+
+    request: Any
+    keys: BlockKeys
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    next_save: int = 0
+    save_at: float = math.inf
+    tainted: bool = False
+    question: Question | None = None
+    offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
+    may_load: bool = True
+    unanswered_local: int = 0  # blocks [0, n) whose presence is asked for, off the path
+
+
+class SchedulerSide:
+    """One engine. Called by the scheduler's thread only."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        block_size: int,
+        hash_name: str,
+        root_of: Callable[[RequestIdentity, bytes], bytes],
+        identity_of: Callable[[Any], RequestIdentity],
+        cannot_be_keyed: Callable[[Any], str | None],
+        lookup_wait_s: float,
+        saves: bool = True,
+        loads: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._block_size = block_size
+        self._hash_name = hash_name
+        self._root_of = root_of
+        self._identity_of = identity_of
+        self._cannot_be_keyed = cannot_be_keyed
+        self._lookup_wait_s = lookup_wait_s
+        self._saves = saves
+        self._loads = loads
+        self._clock = clock
+        self._epoch = b""
+        self._states: dict[str, RequestState] = {}
+        self._new_loads: list[LoadSpec] = []
+        self._in_flight: dict[str, LoadSpec] = {}
+        self._loading_first: dict[bytes, str] = {}  # first key of each load in flight → its request
+        self._cancelled: set[str] = set()
+        self._nameless: dict[int, tuple[RequestState, int]] = {}  # ticket → whose block, its number
+        self._names: dict[int, BlockName | None] = {}
+        self._next_ticket = 1
+        self._released: list[int] = []
+        self._late: dict[str, RequestState] = {}  # states with `unanswered_local`
+        self._grace: tuple[int, float] = (0, 0.0)  # server epoch, until when its missing workers are waited for
+
+    # --- asked at admission, perhaps many times -------------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens beyond the local hit that can be loaded, whether asynchronously); (None, False): ask again."""
+        state = self._state_of(request)
+        if state is None:
+            return 0, False
+        state.offer = None
+        local = num_computed_tokens // self._block_size
+        limit = (request.num_tokens - 1) // self._block_size  # at least one token is left to compute
+        state.keys.extend(request.all_token_ids)
+        wants_load = (
+            self._loads
+            and state.may_load
+            and local < limit
+            and not getattr(request, "skip_reading_prefix_cache", False)
+        )
+        question = self._ask(state, local, limit, wants_load)
+        if question is None or not wants_load:
+            return 0, False
+        if not question.settle():
+            return None, False
+        answer = question.answer
+        if answer is None:
+            return 0, False
+        if answer.workers_missing and self._in_grace(answer.server_epoch):
+            state.question = None  # asked again in the next step
+            return None, False
+        stop = min(answer.hit_end, limit)
+        if not answer.hit_start <= local < stop or question.lease_id == 0:
+            return 0, False
+        other = self._loading_first.get(state.keys.key(local))
+        if other is not None and other != request.request_id:
+            return None, False  # that load's blocks will be a local hit
+        state.offer = (local, stop)
+        return (stop - local) * self._block_size, True
+
+    def _state_of(self, request: Any) -> RequestState | None:
+        state = self._states.get(request.request_id)
+        if state is not None and state.request is request:
+            return state
+        if self._cannot_be_keyed(request) is not None:
+            return None
+        state = RequestState(request, self._new_keys(request))
+        self._states[request.request_id] = state
+        return state
+
+    def _new_keys(self, request: Any) -> BlockKeys:
+        identity = self._identity_of(request)
+        return BlockKeys(self._root_of(identity, self._epoch), self._block_size, self._hash_name, identity.features)
+
+    def _ask(self, state: RequestState, local: int, limit: int, wants_load: bool) -> Question | None:
+        """The question for the present number of tokens: the one that is out, or a new one. None: nobody to ask."""
+        question = state.question
+        num_tokens = state.request.num_tokens
+        if question is not None and (question.num_tokens != num_tokens or self._has_expired(question)):
+            self._drop_question(state)
+            question = None
+        if question is None and limit > 0:
+            call = self._client.lookup(state.keys.packed(0, limit), min(local, limit), lease=wants_load)
+            if call is None:
+                return None
+            question = state.question = Question(num_tokens, call, self._clock())
+            if wants_load:
+                call.wait(self._lookup_wait_s)
+        return question
+
+    def _has_expired(self, question: Question) -> bool:
+        """Too little is left of the lease to load under it. At half its life it is renewed instead, once."""
+        answer = question.answer
+        if answer is None or question.lease_id == 0:
+            return False
+        now = self._clock()
+        if now < answer.half_life:
+            return False
+        if not question.renewed and now < answer.deadline:
+            question.renewed = True
+            self._client.renew([question.lease_id])
+        return now >= (answer.half_life + answer.deadline) / 2
+
+    def _in_grace(self, server_epoch: int) -> bool:
+        now = self._clock()
+        if self._grace[0] != server_epoch:
+            self._grace = (server_epoch, now + WORKERS_GRACE_S)
+        return now < self._grace[1]
+
+    def _drop_question(self, state: RequestState) -> None:
+        question, state.question = state.question, None
+        state.offer = None
+        if question is not None:
+            question.settle()
+            if question.lease_id:
+                self._released.append(question.lease_id)
+            # A call still out may yet take a lease; it ends by its deadline.
+
+    # --- blocks were allocated ------------------------------------------------------------------------------------
+
+    def after_alloc(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+        """vLLM allocated `block_ids`, the whole table, and will wait for `num_external_tokens` of them to be loaded."""
+        state = self._states.get(request.request_id)
+        if num_external_tokens == 0:
+            # Not chosen, discarded, or the second call after a load: the lease has nothing more to hold.
+            if state is not None and state.question is not None and state.question.lease_id:
+                self._released.append(state.question.lease_id)
+                state.question.lease_id = 0
+            return
+        if state is None or state.offer is None or state.question is None or state.question.answer is None:
+            raise AssertionError(f"{num_external_tokens} tokens to load of request {request.request_id}, none offered")
+        answer = state.question.answer
+        start, stop = state.offer
+        num_blocks = num_external_tokens // self._block_size
+        assert num_blocks <= stop - start, f"{num_blocks} blocks of an offer of {stop - start}"
+        stop = start + num_blocks
+        columns = slice(start - answer.hit_start, stop - answer.hit_start)
+        load = LoadSpec(
+            request_id=request.request_id,
+            block_ids=tuple(block_ids[start:stop]),
+            keys=state.keys.packed(start, stop),
+            slots=np.ascontiguousarray(answer.slots[:, columns]).tobytes(),
+            generations=np.ascontiguousarray(answer.generations[:, columns]).tobytes(),
+            lease_id=state.question.lease_id,
+            server_epoch=answer.server_epoch,
+        )
+        state.question.lease_id = 0
+        state.offer = None
+        self._loading_first[state.keys.key(start)] = request.request_id
+        self._queue_load(load)
+
+    def fail_load(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+        """For an `after_alloc` that failed: vLLM waits for a load, so there must be one that reports failure."""
+        num_blocks = num_external_tokens // self._block_size
+        if num_blocks:
+            self._queue_load(
+                LoadSpec(request.request_id, tuple(block_ids[-num_blocks:]), b"", b"", b"", lease_id=0, server_epoch=0)
+            )
+        self.forget(request.request_id)
+
+    def _queue_load(self, load: LoadSpec) -> None:
+        self._in_flight[load.request_id] = load
+        self._new_loads.append(load)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def build_plan(self, scheduler_output: Any) -> StepPlan:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._preempted(request_id)
+        saves: list[SaveSpec] = []
+        for change in block_table_changes(scheduler_output):
+            state = self._states.get(change.request_id)
+            if state is None:
+                continue
+            if change.replaces:
+                self._scheduled_anew(state, change.block_ids, saves)
+            else:
+                state.block_ids.extend(change.block_ids)
+        if self._nameless:
+            self._name_gathers()
+        if self._saves:
+            if self._late:
+                self._save_late_answers(saves)
+            states = self._states
+            for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+                state = states.get(request_id)
+                if state is not None:
+                    end = state.request.num_computed_tokens + num_scheduled
+                    if end >= state.save_at:
+                        has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
+                        self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
+        if self._released:
+            self._client.release(self._released)
+            self._released = []
+        loads = tuple(
+            dataclasses.replace(load, keys=b"") if load.request_id in self._cancelled else load
+            for load in self._new_loads
+        )
+        plan = StepPlan(loads, tuple(saves), self._names, frozenset(self._cancelled))
+        self._new_loads, self._names, self._cancelled = [], {}, set()
+        return plan
+
+    def salvage_plan(self) -> StepPlan:
+        """For a `build_plan` that failed: loads still go out, for requests wait for them; block tables are in doubt."""
+        for state in self._states.values():
+            self._taint(state)
+        loads, self._new_loads = tuple(self._new_loads), []
+        names, self._names = self._names, {}
+        return StepPlan(loads, (), names)
+
+    def _preempted(self, request_id: str) -> None:
+        state = self._states.get(request_id)
+        if state is not None:
+            self._discard_gathers(state)
+            self._drop_question(state)
+            state.block_ids = []
+            state.save_at = math.inf
+            state.unanswered_local = 0
+            self._late.pop(request_id, None)
+
+    def _scheduled_anew(self, state: RequestState, block_ids: list[int], saves: list[SaveSpec]) -> None:
+        """A first schedule or a resume: a whole new table, of which `num_computed_tokens` are there already."""
+        self._discard_gathers(state)
+        state.block_ids = block_ids
+        state.tainted = False
+        num_there = state.request.num_computed_tokens // self._block_size
+        state.next_save = num_there
+        state.save_at = (num_there + 1) * self._block_size
+        if num_there and state.question is not None and self._saves:
+            if state.question.settle():
+                self._save_absent(state, num_there, saves)
+            else:
+                state.unanswered_local = num_there
+                self._late[state.request.request_id] = state
+
+    def _save_absent(self, state: RequestState, num_there: int, saves: list[SaveSpec]) -> None:
+        """Blocks [0, num_there) were there without our doing: those that the server lacks are saved."""
+        answer = state.question.answer if state.question is not None else None
+        if answer is None or (answer.hit_start == 0 and answer.hit_end >= num_there):
+            return
+        saves.extend(
+            SaveSpec(state.block_ids[block], self._name(state, block))
+            for block in range(min(num_there, len(state.keys)))
+            if not answer.is_present(block)
+        )
+
+    def _save_late_answers(self, saves: list[SaveSpec]) -> None:
+        for request_id, state in list(self._late.items()):
+            if state.question is None or state.question.settle():
+                del self._late[request_id]
+                self._save_absent(state, state.unanswered_local, saves)
+                state.unanswered_local = 0
+
+    def _save_full_blocks(self, state: RequestState, certain: int, has_drafts: bool, saves: list[SaveSpec]) -> None:
+        """Blocks [next_save, certain) are computed by the end of this step."""
+        known = min(certain, state.keys.extend(state.request.all_token_ids))
+        answer = None
+        if state.question is not None and state.question.settle():
+            answer = state.question.answer
+        saves.extend(
+            SaveSpec(state.block_ids[block], self._name(state, block))
+            for block in range(state.next_save, known)
+            if answer is None or not answer.is_present(block)
+        )
+        state.next_save = max(state.next_save, known)
+        if not has_drafts:  # a rejected draft would leave a block that was gathered with it
+            for block in range(state.next_save, certain):
+                ticket = self._next_ticket
+                self._next_ticket += 1
+                self._nameless[ticket] = (state, block)
+                saves.append(SaveSpec(state.block_ids[block], None, ticket))
+            state.next_save = max(state.next_save, certain)
+        state.save_at = (state.next_save + 1) * self._block_size
+
+    def _name(self, state: RequestState, block: int) -> BlockName:
+        return BlockName(state.keys.key(block), state.keys.parent(block), block)
+
+    def _name_gathers(self, only: RequestState | None = None) -> None:
+        """Names the nameless gathers whose token ids have become known."""
+        for ticket, (state, block) in list(self._nameless.items()):
+            if (only is None or state is only) and block < state.keys.extend(state.request.all_token_ids):
+                self._names[ticket] = self._name(state, block)
+                del self._nameless[ticket]
+
+    def _discard_gathers(self, state: RequestState) -> None:
+        for ticket, (owner, _) in list(self._nameless.items()):
+            if owner is state:
+                self._names[ticket] = None
+                del self._nameless[ticket]
+
+    def _taint(self, state: RequestState) -> None:
+        self._discard_gathers(state)
+        state.tainted = True
+        state.save_at = math.inf
+        state.unanswered_local = 0
+        self._late.pop(state.request.request_id, None)
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def loads_ended(self, finished: Iterable[str], failed_block_ids: set[int] | None) -> None:
+        """The workers reported these requests' loads, all ranks of them. None: which blocks failed is not known."""
+        for request_id in finished:
+            load = self._in_flight.pop(request_id, None)
+            if load is None:
+                continue  # another connector's, under MultiConnector
+            self._end_load(load)
+            state = self._states.get(request_id)
+            if state is not None and (failed_block_ids is None or not failed_block_ids.isdisjoint(load.block_ids)):
+                # Without this vLLM would ask, be promised the same blocks, and fail again, for ever.
+                state.may_load = False
+                state.question = None
+
+    def _end_load(self, load: LoadSpec) -> None:
+        if load.lease_id:
+            self._released.append(load.lease_id)
+        for key, request_id in list(self._loading_first.items()):
+            if request_id == load.request_id:
+                del self._loading_first[key]
+
+    def request_finished(self, request: Any) -> None:
+        """Finished or aborted. Its last nameless gathers get their names now: no later token changes them."""
+        state = self._states.get(request.request_id)
+        if state is not None and state.request is request:
+            if not state.tainted:
+                self._name_gathers(state)
+            self.forget(request.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drops all that is known of a request. A load in flight is cancelled, and stays known until reported."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._discard_gathers(state)
+            self._drop_question(state)
+            self._late.pop(request_id, None)
+        if request_id in self._in_flight:
+            self._cancelled.add(request_id)
+
+    def reset_cache(self) -> None:
+        """What this engine has stored is not valid for it any more (new weights): a fresh epoch, nothing shared.
+
+        KV that running requests hold was computed before the reset: they save no more of it. Loads in flight are
+        cancelled: they carry old KV.
+        """
+        self._epoch = os.urandom(EPOCH_BYTES)
+        for request_id in self._in_flight:
+            self.forget(request_id)  # its local hits are old too: nothing of it is saved before it is asked for anew
+        for state in self._states.values():
+            self._taint(state)
+            self._drop_question(state)
+            state.keys = self._new_keys(state.request)
+
+    def num_requests(self) -> int:
+        """Live requests that we know: 0 when the engine is idle."""
+        return len(self._states)
+
+    def num_leases(self) -> int:
+        """Leases that we hold and have not let go of."""
+        held = sum(1 for state in self._states.values() if state.question is not None and state.question.lease_id)
+        return held + sum(1 for load in self._in_flight.values() if load.lease_id)

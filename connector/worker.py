@@ -1,0 +1,448 @@
+"""The worker side: moves the blocks that a step's plan names, and reports what it moved.
+
+The story of one step, in the order in which vLLM calls: `begin_step` gives names to earlier nameless gathers and
+takes free slots for the step's saves; `save_layer` copies a layer's pages of those blocks as soon as the layer is
+done; `start_loads` hands loads to the transfer threads; `finish_saves` copies the layers nobody called for and
+queues the commits; `take_finished` and `take_failed_blocks` say which loads ended, and where they failed.
+
+Invariants.
+- A load is reported, done or failed, once, and only when no thread of ours can write into its block_ids any more:
+  the reporting thread is the one that wrote.
+- Nothing here reads engine memory after `finish_saves`: no block needs to be kept for us.
+- No RPC stands between a finished block and its copy: slots are reserved ahead by the saver thread. Without a free
+  slot the save is dropped and counted.
+
+Not here: what to save and load (`scheduler.py`), how bytes are copied (`transfer.py`), the wire (`client.py`).
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from connector.client import SLOT_GRANULE, STORED, U64, CacheClient, Session
+from connector.kv_layout import KVLayout
+from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
+from connector.transfer import Gather, SlotMemory, SlotPool, new_staging, scatter, use_one_thread
+
+logger = logging.getLogger("prefixd.connector")
+
+NUM_LOAD_THREADS = 2
+SAVER_IDLE_S = 0.5  # how often the saver looks at the slot pool without being woken
+RESERVE_PAUSE_S = 0.05  # before asking again for slots that the server did not have
+MAX_COMMIT_BATCH = 1024
+DRAIN_S = 3.0  # what shutdown grants to queued commits
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What belongs to one session: its slots, and the memory they lie in."""
+
+    session: Session
+    memory: SlotMemory
+    pool: SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A gathered payload that waits for its commit."""
+
+    lane: Lane
+    slot: int
+    name: BlockName
+
+
+@dataclass(slots=True)
+class Step:
+    """The saves of the step under way. `slots[i]` receives `saves[i]`; None: the step saves nothing."""
+
+    lane: Lane
+    saves: Sequence[SaveSpec]
+    slots: list[int]
+    gather: Gather
+
+
+class WorkerSide:
+    """One rank. Built when the engine has registered its KV tensors."""
+
+    def __init__(
+        self,
+        client: CacheClient,
+        layout: KVLayout,
+        *,
+        block_size: int,
+        shard: int,
+        slots_ahead: int,
+        staging_bytes: int,
+        load_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._layout = layout
+        self._block_size = block_size
+        self._shard = shard
+        self._slots_ahead = slots_ahead
+        self._load_timeout_s = load_timeout_s
+        self._clock = clock
+        self._layer_index = {layer.name: i for i, layer in enumerate(layout.layers)}
+        self._staging = _Staging(layout, staging_bytes)
+        self._lane: Lane | None = None
+        self._step: Step | None = None
+        self._nameless: dict[int, tuple[Lane, int]] = {}
+        self._written: deque[Written] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._results = threading.Lock()
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._loading: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._loaders = ThreadPoolExecutor(NUM_LOAD_THREADS, "prefixd-load", initializer=use_one_thread)
+        self._saver = threading.Thread(target=self._save_loop, name="prefixd-save", daemon=True)
+
+    def start(self) -> None:
+        self._saver.start()
+
+    # --- the engine's thread --------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Names arrive, slots are taken. Copies nothing yet."""
+        self.abandon_step()
+        if plan.cancelled:
+            with self._results:
+                self._cancelled |= plan.cancelled & self._loading
+        if plan.names:
+            self._give_names(plan)
+        if not plan.saves:
+            return
+        lane = self._current_lane()
+        slots = lane.pool.take(len(plan.saves)) if lane is not None else []
+        self._count("dropped_blocks", len(plan.saves) - len(slots))
+        if lane is None or not slots:
+            return
+        saves = plan.saves[: len(slots)]
+        try:
+            gather = Gather(self._layout, lane.memory, [save.block_id for save in saves], slots)
+        except LookupError:
+            self._count("dropped_blocks", len(saves))  # the slots' segment never came: they go with the session
+            return
+        lane.session.enter()
+        self._step = Step(lane, saves, slots, gather)
+
+    def save_layer(self, layer_name: str) -> None:
+        """The engine has written `layer_name` for every block of this step."""
+        if self._step is not None:
+            index = self._layer_index.get(layer_name)
+            if index is not None:
+                self._step.gather.copy_layer(index)
+
+    def finish_saves(self) -> None:
+        """Completes the step: after this the engine may do what it likes with its blocks."""
+        step = self._step
+        if step is None:
+            return
+        step.gather.copy_rest()
+        self._step = None
+        named = []
+        for save, slot in zip(step.saves, step.slots, strict=True):
+            if save.name is None:
+                self._nameless[save.ticket] = (step.lane, slot)
+            else:
+                named.append(Written(step.lane, slot, save.name))
+        step.lane.session.leave()
+        self._enqueue(named)
+
+    def abandon_step(self) -> None:
+        """Gives the slots of an unfinished step back; for a step that failed half-way."""
+        step = self._step
+        if step is not None:
+            self._step = None
+            self._count("dropped_blocks", len(step.slots))
+            step.lane.pool.give(step.slots)
+            step.lane.session.leave()
+
+    def start_loads(self, loads: Sequence[LoadSpec]) -> None:
+        with self._results:
+            self._loading.update(load.request_id for load in loads)
+        for load in loads:
+            self._loaders.submit(self._load, load)
+
+    def fail_loads(self, loads: Sequence[LoadSpec]) -> None:
+        """Reports loads as failed that were never started."""
+        with self._results:
+            for load in loads:
+                self._finished.add(load.request_id)
+                self._failed_blocks.update(load.block_ids)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads ended since the last call. Their failed blocks are in `take_failed_blocks`."""
+        with self._results:
+            finished, self._finished = self._finished, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        with self._results:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_counts(self) -> dict[str, int]:
+        """Counts since the last call: loaded_tokens, load_failed_tokens, saved_blocks, dropped_blocks."""
+        with self._results:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def shutdown(self) -> None:
+        """Ends the threads; queued commits have a bounded time to go out. The client is closed by its owner, after."""
+        self.abandon_step()
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        if self._saver.is_alive():
+            self._saver.join(DRAIN_S)
+
+    def _count(self, name: str, number: int) -> None:
+        if number:
+            with self._results:
+                self._counts[name] += number
+
+    def _give_names(self, plan: StepPlan) -> None:
+        named = []
+        for ticket, name in plan.names.items():
+            lane_and_slot = self._nameless.pop(ticket, None)
+            if lane_and_slot is None:
+                continue  # it was dropped when it was gathered
+            lane, slot = lane_and_slot
+            if name is None:
+                lane.pool.give([slot])
+            else:
+                named.append(Written(lane, slot, name))
+        self._enqueue(named)
+
+    def _enqueue(self, written: list[Written]) -> None:
+        if written:
+            with self._wake:
+                self._written.extend(written)
+                self._wake.notify_all()
+
+    def _current_lane(self) -> Lane | None:
+        """The lane of the attached session; a new session gets a new one. Called by the engine's and the saver's
+        thread."""
+        session = self._client.session()
+        if session is None:
+            return None
+        with self._results:
+            if self._lane is None or self._lane.session is not session:
+                if session.mapped:
+                    memory = SlotMemory(self._layout, session, None)
+                    self._lane = Lane(session, memory, SlotPool(memory.granules_per_slot))
+                else:
+                    self._lane = Lane(session, self._staging.memory, self._staging.save_pool())
+            return self._lane
+
+    # --- transfer threads: loads ----------------------------------------------------------------------------------
+
+    def _load(self, load: LoadSpec) -> None:
+        failed: Sequence[int] = load.block_ids
+        try:
+            session = self._client.session()
+            if session is not None and session.server_epoch == load.server_epoch and load.keys:
+                with session.inside():
+                    failed = self._load_mapped(load, session) if session.mapped else self._load_stream(load, session)
+        except Exception:
+            logger.exception("load of %d blocks failed", len(load.block_ids))
+        with self._results:
+            if load.request_id in self._cancelled:
+                self._cancelled.discard(load.request_id)
+                failed = load.block_ids
+            self._counts["loaded_tokens"] += (len(load.block_ids) - len(failed)) * self._block_size
+            self._counts["load_failed_tokens"] += len(failed) * self._block_size
+            self._loading.discard(load.request_id)
+            self._failed_blocks.update(failed)
+            self._finished.add(load.request_id)
+
+    def _load_mapped(self, load: LoadSpec, session: Session) -> Sequence[int]:
+        """Copies slots into pages. Returns the block_ids whose slot was not (any more) what was promised."""
+        num_blocks = len(load.block_ids)
+        mine = slice(self._shard * num_blocks, (self._shard + 1) * num_blocks)
+        slots = np.frombuffer(load.slots, dtype="<u8")[mine]
+        promised = np.frombuffer(load.generations, dtype="<u4")[mine]
+        memory = SlotMemory(self._layout, session, None)
+        before = memory.generations(slots)
+        if before is None or slots.size != num_blocks:
+            return load.block_ids
+        if not scatter(self._layout, memory, load.block_ids, slots.tolist(), lambda: self._is_unwanted(load)):
+            return load.block_ids
+        after = memory.generations(slots)
+        assert after is not None
+        broken = (before != promised) | (after != promised)
+        return [load.block_ids[i] for i in np.flatnonzero(broken)]
+
+    def _load_stream(self, load: LoadSpec, session: Session) -> Sequence[int]:
+        """Receives payloads into staging, a batch at a time, and copies those that are whole and verified."""
+        deadline = self._clock() + self._load_timeout_s
+        key_bytes = len(load.keys) // len(load.block_ids)
+        failed: list[int] = []
+        with self._staging.load_slots() as slots:
+            for start in range(0, len(load.block_ids), len(slots)):
+                block_ids = load.block_ids[start : start + len(slots)]
+                batch = slots[: len(block_ids)]
+                payloads = [self._staging.memory.payload(slot) for slot in batch]
+                if self._clock() >= deadline:
+                    return failed + list(load.block_ids[start:])
+                keys = load.keys[start * key_bytes : (start + len(block_ids)) * key_bytes]
+                checksums = self._client.get(session, keys, load.lease_id, payloads, lambda: self._is_unwanted(load))
+                good = [
+                    i
+                    for i, checksum in enumerate(checksums)
+                    if checksum is not None and checksum in (0, xxhash.xxh3_64_intdigest(payloads[i]))
+                ]
+                whole = scatter(
+                    self._layout,
+                    self._staging.memory,
+                    [block_ids[i] for i in good],
+                    [batch[i] for i in good],
+                    lambda: self._is_unwanted(load),
+                )
+                loaded = set(good) if whole else set()
+                failed.extend(block_id for i, block_id in enumerate(block_ids) if i not in loaded)
+        return failed
+
+    def _is_unwanted(self, load: LoadSpec) -> bool:
+        return self._stopping or load.request_id in self._cancelled
+
+    # --- saver thread: reservations, commits ----------------------------------------------------------------------
+
+    def _save_loop(self) -> None:
+        use_one_thread()
+        while True:
+            pause = SAVER_IDLE_S
+            try:
+                pause = self._reserve_ahead()
+                batch = [self._written.popleft() for _ in range(min(len(self._written), MAX_COMMIT_BATCH))]
+                if batch:
+                    self._commit(batch)
+                    continue
+            except Exception:
+                logger.exception("saving failed")
+            with self._wake:
+                if self._stopping and not self._written:
+                    return
+                if not self._written:
+                    self._wake.wait(pause)
+
+    def _reserve_ahead(self) -> float:
+        """Keeps the pool of a mapped session filled. Returns how long the saver may rest, in seconds."""
+        lane = self._current_lane()
+        if lane is None or not lane.session.mapped or self._stopping:
+            return SAVER_IDLE_S
+        slot_bytes = lane.memory.granules_per_slot * SLOT_GRANULE
+        target = min(self._slots_ahead, lane.session.limits.max_reserved_bytes // slot_bytes)
+        if 2 * len(lane.pool) >= target:
+            return SAVER_IDLE_S
+        with lane.session.inside():
+            slots = self._client.reserve(lane.session, target - len(lane.pool))
+        lane.pool.give(slots.tolist())
+        return SAVER_IDLE_S if 2 * len(lane.pool) >= target else RESERVE_PAUSE_S
+
+    def _commit(self, batch: list[Written]) -> None:
+        lane = batch[0].lane
+        others = [written for written in batch if written.lane is not lane]
+        batch = [written for written in batch if written.lane is lane]
+        if others:
+            self._written.extendleft(reversed(others))
+        slots = [written.slot for written in batch]
+        keys = b"".join(written.name.key for written in batch)
+        parents = b"".join(written.name.parent for written in batch)
+        depths = np.array([written.name.depth for written in batch], dtype="<u4")
+        with lane.session.inside():
+            if lane.session.mapped:
+                statuses = self._client.commit(lane.session, np.array(slots, dtype="<u8"), keys, parents, depths)
+            else:
+                payloads = [lane.memory.payload(slot) for slot in slots]
+                checksums: U64 = np.array([xxhash.xxh3_64_intdigest(payload) for payload in payloads], dtype="<u8")
+                statuses = self._client.put(lane.session, payloads, keys, parents, depths, checksums)
+        num_stored = statuses.count(STORED) if statuses is not None else 0
+        self._count("saved_blocks", num_stored)
+        if not lane.session.mapped:
+            lane.pool.give(slots)
+        elif statuses is not None:
+            lane.pool.give([slot for slot, status in zip(slots, statuses, strict=True) if status != STORED])
+        # Mapped and unanswered: the slots may have a name by now. They are the server's until the session ends.
+        if statuses is None:
+            self._count("dropped_blocks", len(batch))
+
+
+class _Staging:
+    """Our own slots for the stream path: half for saves, the rest in equal parts for the load threads.
+
+    Made when first needed: a mapped session never pays for it.
+    """
+
+    def __init__(self, layout: KVLayout, num_bytes: int) -> None:
+        self._layout = layout
+        self._slot_granules = -(-layout.payload_bytes // SLOT_GRANULE)
+        self._num_slots = max(num_bytes // (self._slot_granules * SLOT_GRANULE), 2 * (1 + NUM_LOAD_THREADS))
+        self._lock = threading.Lock()
+        self._memory: SlotMemory | None = None
+        self._save_pool: SlotPool | None = None
+        self._load_parts: list[list[int]] = []
+        self._part_free = threading.Condition(self._lock)
+
+    @property
+    def memory(self) -> SlotMemory:
+        with self._lock:
+            return self._made()
+
+    def _made(self) -> SlotMemory:
+        if self._memory is None:
+            staging = new_staging(self._num_slots * self._slot_granules * SLOT_GRANULE)
+            self._memory = SlotMemory(self._layout, None, staging)
+            slots = [i * self._slot_granules for i in range(self._num_slots)]
+            half = self._num_slots // 2
+            self._save_pool = SlotPool(self._slot_granules)
+            self._save_pool.give(slots[:half])
+            part = (self._num_slots - half) // NUM_LOAD_THREADS
+            self._load_parts = [slots[half + i * part : half + (i + 1) * part] for i in range(NUM_LOAD_THREADS)]
+        return self._memory
+
+    def save_pool(self) -> SlotPool:
+        with self._lock:
+            self._made()
+            assert self._save_pool is not None
+            return self._save_pool
+
+    def load_slots(self) -> "_LoadSlots":
+        return _LoadSlots(self)
+
+    def take_part(self) -> list[int]:
+        with self._part_free:
+            self._made()
+            self._part_free.wait_for(lambda: self._load_parts)
+            return self._load_parts.pop()
+
+    def give_part(self, part: list[int]) -> None:
+        with self._part_free:
+            self._load_parts.append(part)
+            self._part_free.notify()
+
+
+class _LoadSlots:
+    """`with staging.load_slots() as slots`: one load thread's part of the staging."""
+
+    def __init__(self, staging: _Staging) -> None:
+        self._staging = staging
+
+    def __enter__(self) -> list[int]:
+        self._part = self._staging.take_part()
+        return self._part
+
+    def __exit__(self, *_: object) -> None:
+        self._staging.give_part(self._part)

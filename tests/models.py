@@ -1,0 +1,94 @@
+"""Small random-weight models on disk, for running the real engine on the CPU.
+
+The weights are the same in every process and run (seeded), so that engines, demo and benchmarks agree on what a model
+answers. `write_model` is the one entrance; torch and transformers, which the engine brings, are imported only there.
+
+    llama       4 layers, one full-attention KV-cache group: everything about correctness
+    llama-100m  heavy enough that prefilling 4,096 tokens takes over ten seconds on two cores: time to first token
+
+Weights are drawn wider than is usual: with the usual 0.02 the attention is flat and an answer loops through two tokens,
+which a wrong block might not change. As it is, another first block changes every answer, from its first token on.
+
+A small byte-level tokenizer is written beside the weights; the OpenAI server needs one.
+"""
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {"max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 1}
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **COMMON,
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "initializer_range": 0.06,
+    },
+    "llama-100m": {
+        **COMMON,
+        "vocab_size": 4096,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "initializer_range": 0.1,
+    },
+}
+VOCABULARY = 2000  # token ids below this are ordinary ones in every model here
+
+
+def write_model(name: str, path: Path) -> Path:
+    """Writes model `name` to the folder `path`, unless it is complete there already. Returns `path`."""
+    done = path / "complete"
+    if done.exists():
+        return path
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMAS[name]))
+    model.to(torch.bfloat16).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    done.touch()
+    return path
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = Tokenizer(models.BPE())
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = decoders.ByteLevel()
+    byte_level.train_from_iterator(
+        ["the cache keeps what was computed once"],
+        trainers.BpeTrainer(
+            vocab_size=1024, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level, bos_token="<s>", eos_token="</s>")
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    """`num_tokens` token ids that are a function of `seed`; prompts of different seeds share no block."""
+    return random.Random(seed).choices(range(2, VOCABULARY), k=num_tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a small random-weight model.")
+    parser.add_argument("name", choices=LLAMAS)
+    parser.add_argument("path", type=Path)
+    arguments = parser.parse_args()
+    write_model(arguments.name, arguments.path)
+
+
+if __name__ == "__main__":
+    main()
