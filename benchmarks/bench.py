@@ -28,23 +28,22 @@ def server(memory: str) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory(prefix="prefixd-bench-") as folder:
         unix_address = f"unix://{folder}/prefixd.sock"
         tcp_address = f"127.0.0.1:{_free_port()}"
-        log = Path(folder, "log").open("w+b")
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "cache_server", "serve", "--memory", memory),
-                *("--listen", unix_address, "--listen", tcp_address),
-            ],
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-        )
+        with Path(folder, "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "cache_server", "serve", "--memory", memory),
+                    *("--listen", unix_address, "--listen", tcp_address),
+                ],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
         try:
-            _wait_until_serving(unix_address, process, Path(folder, "log"))
+            wait_until_serving(unix_address, process, Path(folder, "log"))
             yield unix_address, tcp_address
         finally:
             process.terminate()
             process.wait(timeout=20)
-            log.close()
 
 
 def _free_port() -> int:
@@ -55,7 +54,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_serving(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until_serving(address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + READY_S
     with grpc.insecure_channel(address) as channel:
         while time.monotonic() < deadline and process.poll() is None:
@@ -116,4 +115,5 @@ def table(title: str, header: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
     for row in [header, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))))
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))

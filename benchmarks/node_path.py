@@ -5,7 +5,8 @@
 Beside every figure, in the same run: the same 64 blocks copied one by one with numpy (the ceiling of the ratio
 `/ numpy`), one torch copy of all of them (`/ torch`), and, for streams, the same bytes sent through bare gRPC.
 Save is what the engine waits for: free slots, the copy, the queueing of the commit; the commit itself runs beside it.
-Load is what a transfer thread does: the lookup's answer, generations, the copy, generations again.
+Load is from the plan of a step to the report: generations, the copy, generations again, by the transfer threads;
+`lookup + load` adds the question to the server before it.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class Bench:
         self.order = order
         self.round = 0
         self.stored = 0
+        self.num_loads = 0
 
     def save(self) -> float:
         """Seconds that the engine's thread spends. Afterwards (not counted) waits until the server has the blocks."""
@@ -79,25 +81,39 @@ class Bench:
             time.sleep(0.002)
         raise RuntimeError(f"{self.stored} blocks stored of {self.round * NUM_BLOCKS}")
 
-    def load(self) -> float:
-        """Seconds from the question to the last byte in the engine's pages."""
-        keys = b"".join(name.key for name in names(self.round))
-        started = time.perf_counter()
-        call = self.asker.lookup(keys, 0, lease=True)
+    def ask(self) -> LookupAnswer:
+        call = self.asker.lookup(self._keys(), 0, lease=True)
         assert call is not None
         call.wait(5)
         answer = call.answer()
-        assert isinstance(answer, LookupAnswer) and answer.hit_end == NUM_BLOCKS, answer
-        request_id = f"load-{self.round}"
+        assert answer is not None and answer.hit_end == NUM_BLOCKS, answer
+        return answer
+
+    def _keys(self) -> bytes:
+        return b"".join(name.key for name in names(self.round))
+
+    def load(self) -> float:
+        """Seconds from the plan to the report of the last byte in the engine's pages."""
+        return self._load(self.ask())
+
+    def ask_and_load(self) -> float:
+        started = time.perf_counter()
+        answer = self.ask()
+        return time.perf_counter() - started + self._load(answer)
+
+    def _load(self, answer: LookupAnswer) -> float:
+        self.num_loads += 1
+        request_id = f"load-{self.num_loads}"
         spec = LoadSpec(
             request_id,
             tuple(NUM_BLOCKS + block for block in self.order),
-            keys,
+            self._keys(),
             answer.slots.tobytes(),
             answer.generations.tobytes(),
             answer.lease_id,
             answer.server_epoch,
         )
+        started = time.perf_counter()
         self.worker.start_loads([spec])
         while request_id not in self.worker.take_finished():
             time.sleep(0.0002)
@@ -173,13 +189,14 @@ def main() -> None:
                         "torch": lambda: torch_target.copy_(torch_source),
                         "save": bench.save,
                         "load": bench.load,
+                        "lookup + load": bench.ask_and_load,
                         "raw put": raw.put,
                         "raw get": raw.get,
                     }
                     seconds = {name: median(values) for name, values in rounds(cases, args.rounds).items()}
                     raw.close()
                     check_bytes(tensors, order)
-                    for verb, bare in (("save", "raw put"), ("load", "raw get")):
+                    for verb, bare in (("save", "raw put"), ("load", "raw get"), ("lookup + load", "raw get")):
                         rows.append(
                             [
                                 f"{path}, {verb}, {order_name} block_ids",

@@ -150,9 +150,13 @@ class Arena:
         self._spares.append(segment)
 
     def abandon_segment(self, segment: Segment) -> None:
-        """The machine has no memory for it: live with what there is."""
+        """It could not be touched. The budget shrinks to what exists."""
         self._num_touching -= 1
         segment.close()
+        self.stop_growing()
+
+    def stop_growing(self) -> None:
+        """The machine has no more memory: live with what there is."""
         self.max_segments = self.num_segments
 
     def grow(self) -> None:

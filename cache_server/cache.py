@@ -35,8 +35,8 @@ from cache_server.namespaces import Namespace, ShardLayout
 from cache_server.sessions import Session, Sessions, Worker
 
 STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
-MAX_SHARDS = 1024
-MAX_LOOKUP_SLOTS = 256 * 1024  # num_shards × blocks that one lookup promises: its reply stays below 4 MiB
+MAX_SHARDS = 256
+MAX_LOOKUP_SLOTS = 256 * 1024  # num_shards times blocks that one lookup promises: its reply stays below 4 MiB
 HOARD_SHARE = 0.25  # of the budget, per session
 _NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 TAKE_EVERY_S = 1.0  # how often a class looks for a cold segment of others after it found none
@@ -264,7 +264,7 @@ class Cache:
         """Which blocks are complete, and a promise for the run around block `first`."""
         session = self.sessions.attached(session_id)
         index = session.namespace.index
-        _check_packed("keys", packed_keys, index.key_bytes)
+        check_packed("keys", packed_keys, index.key_bytes)
         num_keys = len(packed_keys) // index.key_bytes
         if first > num_keys:
             raise InvalidRequest(f"first is {first}, but there are {num_keys} keys")
@@ -516,19 +516,11 @@ class Cache:
 
     def _evict(self, namespace: Namespace, slot_class: SlotClass, num_slots: int) -> None:
         """The oldest blocks of the namespace go until `num_slots` slots of the class are free, if they can."""
-        index = namespace.index
         shards = [shard for shard, layout in namespace.shards.items() if layout.slot_class is slot_class]
-        gone: list[Slots] = []
-        while num_slots > 0 and (victim := index.pop_victim(self._now())) is not None:
-            row, was_doomed = victim
-            num_slots -= int(np.count_nonzero(index.slots[row, shards]))
-            gone.append(index.remove(np.array([row])))
-            if was_doomed:
-                self.counters.evicted_blocks_unsettled += 1
-            else:
-                self.counters.evicted_blocks_capacity += 1
-        if gone:
-            self.arena.evict(np.concatenate(gone))
+        evicted = namespace.index.evict(num_slots, shards, self._now())
+        self.arena.evict(evicted.slots)
+        self.counters.evicted_blocks_unsettled += evicted.num_doomed
+        self.counters.evicted_blocks_capacity += evicted.num_blocks - evicted.num_doomed
 
     def _take_segment(self, slot_class: SlotClass) -> bool:
         """Take a segment from another class: one without blocks if there is any, else the coldest."""
@@ -628,6 +620,7 @@ def _worker_of(session: Session) -> Worker:
     return session.worker
 
 
-def _check_packed(name: str, packed: bytes, item_bytes: int) -> None:
+def check_packed(name: str, packed: bytes, item_bytes: int) -> None:
+    """A packed field holds whole items."""
     if len(packed) % item_bytes:
         raise InvalidRequest(f"{name} has {len(packed)} bytes, not a multiple of {item_bytes}")

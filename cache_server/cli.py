@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import click
 
-from cache_server.config import DEFAULT_LISTEN, DEFAULT_MEMORY, ConfigError, parse_address, parse_config
+from cache_server.cgroup import memory_limit
+from cache_server.config import DEFAULT_LISTEN, DEFAULT_MEMORY, ConfigError, check_limit, parse_address, parse_config
 
 STATS_TIMEOUT_S = 5.0
 
@@ -35,6 +36,7 @@ def serve(listen: tuple[str, ...], memory: str) -> None:
     """Serve until SIGTERM."""
     try:
         config = parse_config(listen, memory)
+        check_limit(config, memory_limit())
     except ConfigError as error:
         _fail(2, str(error))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIN_MEMORY_BYTES = 64 << 20  # one smallest segment
+BASE_BYTES = 128 << 20  # what the process needs beside the budget: interpreter, grpc, index, messages in flight
 DEFAULT_LISTEN = "unix:///run/prefixd/prefixd.sock"
 DEFAULT_MEMORY = "2GiB"
 _MAX_UNIX_PATH = 107 - len(".fd")  # sun_path is 108 bytes with its zero; the descriptor socket adds ".fd"
@@ -89,6 +90,17 @@ def parse_config(listen: Sequence[str], memory: str) -> ServerConfig:
     if memory_bytes < MIN_MEMORY_BYTES:
         raise ConfigError("memory", memory, "at least 64MiB (one segment)")
     return ServerConfig(tuple(parse_address("listen", text) for text in listen), memory_bytes)
+
+
+def check_limit(config: ServerConfig, limit_bytes: int | None) -> None:
+    """Refuse a budget that the container's limit cannot hold: it would be killed when the cache is full."""
+    needed = config.memory_bytes + BASE_BYTES
+    if limit_bytes is not None and needed > limit_bytes:
+        raise ConfigError(
+            "memory",
+            str(config.memory_bytes),
+            f"with {BASE_BYTES} for the process it needs {needed} bytes, the container's limit is {limit_bytes}",
+        )
 
 
 def parse_size(key: str, text: str) -> int:

@@ -61,7 +61,7 @@ class EvictionQueue:
         self.doomed[row] = False
 
     def doom(self, now: float) -> list[int]:
-        """Blocks whose grace time ended since the last call; push those that are leaves without a lease."""
+        """Blocks whose grace time ended since the last call; the caller pushes those that may go."""
         doomed = []
         while self._unsettled:
             row, since = next(iter(self._unsettled.items()))

@@ -47,17 +47,17 @@ class Growth:
     async def make_spare(self) -> None:
         """Touch what is wanted now."""
         while self._arena.wants_segment and self._is_open:
-            segment = self._arena.begin_segment()
+            try:
+                segment = self._arena.begin_segment()
+            except OSError as error:
+                self._arena.stop_growing()
+                self._tell(error)
+                return
             try:
                 await asyncio.to_thread(segment.touch, lambda: self._is_open)
             except OSError as error:
                 self._arena.abandon_segment(segment)
-                _log.error(
-                    "no memory for another segment (%s): staying at %d of %d bytes",
-                    error,
-                    self._arena.touched_bytes,
-                    self._arena.budget_bytes,
-                )
+                self._tell(error)
                 return
             self._arena.finish_segment(segment)
             self._grown.set()
@@ -66,3 +66,11 @@ class Growth:
     def close(self) -> None:
         """Let a touch under way end early: the server stops."""
         self._is_open = False
+
+    def _tell(self, error: OSError) -> None:
+        _log.error(
+            "no memory for another segment (%s): staying at %d of %d bytes",
+            error,
+            self._arena.touched_bytes,
+            self._arena.budget_bytes,
+        )

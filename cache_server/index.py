@@ -18,6 +18,7 @@ runs of keys at once.
 Not here: memory. Slots are numbers; who removes a block gives its slots back to the arena.
 """
 
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -29,6 +30,15 @@ from cache_server.eviction import EvictionQueue
 Rows = npt.NDArray[np.int64]
 _FIRST_CAPACITY = 1024
 _SHORT_RUN = 16  # neighbours fewer than this: asking the dict for each key is faster
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What went: its slots, how many blocks, and how many of those because they were doomed."""
+
+    slots: Slots
+    num_blocks: int
+    num_doomed: int
 
 
 class Index:
@@ -70,7 +80,8 @@ class Index:
 
     def key(self, row: int) -> bytes:
         """The key of a present block."""
-        return self._keys[row].tobytes()
+        key: bytes = self._keys[row].tobytes()
+        return key
 
     # --- lookup ---------------------------------------------------------------------------------------------
 
@@ -196,39 +207,58 @@ class Index:
 
     # --- blocks go ------------------------------------------------------------------------------------------
 
-    def pop_victim(self, now: float) -> tuple[int, bool] | None:
-        """The block that goes next and whether it was doomed; the caller removes it."""
+    def evict(self, num_slots: int, shards: list[int], now: float) -> Evicted:
+        """Blocks go, in the queue's order, until `num_slots` slots of these shards are free or no block may go."""
         for row in self.queue.doom(now):
             if not self.num_children[row] and not self.num_leases[row]:
                 self.queue.push(row, int(self.last_use[row]))
-        row_or_none = self.queue.pop(self.last_use, self.num_children, self.num_leases)
-        return None if row_or_none is None else (row_or_none, bool(self.queue.doomed[row_or_none]))
+        rows: list[int] = []
+        num_doomed = 0
+        while num_slots > 0:
+            row_or_none = self.queue.pop(self.last_use, self.num_children, self.num_leases)
+            if row_or_none is None:
+                break
+            num_slots -= (
+                len(shards) if self.complete[row_or_none] else int((self.slots[row_or_none, shards] != 0).sum())
+            )
+            num_doomed += bool(self.queue.doomed[row_or_none])
+            self._unlink(row_or_none)
+            rows.append(row_or_none)
+        return Evicted(self._clear(np.array(rows, dtype=np.int64)), len(rows), num_doomed)
 
     def remove(self, rows: Rows) -> Slots:
         """Blocks without a lease that nothing outside `rows` extends. Returns their slots, which are free to go."""
         assert not self.num_leases[rows].any(), "a leased block cannot go"
-        slots = self.slots[rows]
         for row in rows.tolist():
-            del self._rows[self.key(row)]
-            parent_key = self._awaits.pop(row, None)
-            if parent_key is not None:
-                siblings = self._waiting[parent_key]
-                siblings.discard(row)
-                if not siblings:
-                    del self._waiting[parent_key]
-            self.queue.forget(row)
-            parent = int(self.parent[row])
-            if parent and self._live[parent]:
-                self.num_children[parent] -= 1
-                if not self.num_children[parent] and not self.num_leases[parent]:
-                    self.queue.push(parent, int(self.last_use[parent]))
-            self._live[row] = False
+            self._unlink(row)
+        return self._clear(rows)
+
+    def _unlink(self, row: int) -> None:
+        """The block cannot be found any more and extends nothing. Its columns stay until `_clear`."""
+        del self._rows[self.key(row)]
+        parent_key = self._awaits.pop(row, None)
+        if parent_key is not None:
+            siblings = self._waiting[parent_key]
+            siblings.discard(row)
+            if not siblings:
+                del self._waiting[parent_key]
+        self.queue.forget(row)
+        self._live[row] = False
+        parent = int(self.parent[row])
+        if parent and self._live[parent]:
+            self.num_children[parent] -= 1
+            if not self.num_children[parent] and not self.num_leases[parent]:
+                self.queue.push(parent, int(self.last_use[parent]))
+
+    def _clear(self, rows: Rows) -> Slots:
+        slots = self.slots[rows]
         self.num_complete -= int(np.count_nonzero(self.complete[rows]))
         for column in (self.parent, self.num_children, self.num_present, self.complete, self.reachable, self.slots):
             column[rows] = 0
         self._free_rows.extend(rows.tolist())
         self.queue.compact()
-        return slots[slots != 0]
+        named: Slots = slots[slots != 0]
+        return named
 
     # --- whole segments -------------------------------------------------------------------------------------
 
@@ -264,7 +294,8 @@ class Index:
 
     def all_slots(self) -> Slots:
         """The slots of all blocks."""
-        return self.slots[self.slots != 0]
+        named: Slots = self.slots[self.slots != 0]
+        return named
 
     # --- rows -----------------------------------------------------------------------------------------------
 

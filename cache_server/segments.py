@@ -9,7 +9,9 @@ Invariant: a segment is touched in full before anyone else hears of it. Whoever 
 for it, and the first write into untouched shared memory is 20 times slower than the second.
 
 Touching runs in a thread and outside the interpreter lock: ctypes releases it, `mmap.madvise` does not (1.7 s for
-512 MiB). Steps of 64 MiB let a shutdown through.
+512 MiB). Steps are small because the kernel holds the process's mmap lock for each, and whoever allocates a message
+meanwhile waits for it: with steps of 64 MiB the event loop stood still for 50 to 250 ms, with 1 MiB for 13
+(`benchmarks/loop.py`).
 
 Not here: who uses the segment and how it is cut (`arena.py`); names; descriptors on sockets (`descriptors.py`).
 """
@@ -27,7 +29,7 @@ import numpy.typing as npt
 GRANULE_BYTES = 4096  # slots start at multiples of it; one generation each
 SMALLEST_SEGMENT_BYTES = 64 << 20
 LARGEST_SEGMENT_BYTES = 1 << 30
-_TOUCH_STEP_BYTES = 64 << 20
+_TOUCH_STEP_BYTES = 1 << 20
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23

@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import stat
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +29,7 @@ from cache_server.config import Address, ServerConfig, UnixAddress
 from cache_server.descriptors import DescriptorServer
 from cache_server.growth import Growth
 from cache_server.service import SERVICE_NAME, Service
+from protos import __version__
 
 GRACE_S: Final = 3.0
 TICK_S: Final = 1.0  # how late a deadline may be noticed when nothing else happens
@@ -55,14 +55,6 @@ class StartError(Exception):
     """The server cannot start here; the message says why, on one line."""
 
 
-def server_version() -> str:
-    """Of the installed distribution."""
-    try:
-        return metadata.version("prefixd")
-    except metadata.PackageNotFoundError:
-        return "0+source"
-
-
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
@@ -75,7 +67,7 @@ async def serve(config: ServerConfig) -> None:
     arena = Arena(config.memory_bytes)
     cache = Cache(arena)
     growth = Growth(arena)
-    service = Service(cache, growth, secrets.randbits(64) or 1, server_version())
+    service = Service(cache, growth, secrets.randbits(64) or 1, __version__)
     server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = health.aio.HealthServicer()
@@ -96,6 +88,8 @@ async def serve(config: ServerConfig) -> None:
         await growth.make_spare()
         if stop.is_set():
             return
+        if not arena.has_spare:
+            raise StartError(f"memory: the machine has none for the first segment of {arena.segment_bytes} bytes")
         background = [asyncio.create_task(growth.run()), asyncio.create_task(_tick(cache))]
         await server.start()
         for name in ("", SERVICE_NAME):

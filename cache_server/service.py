@@ -32,7 +32,7 @@ from cache_server.cache import (
     HeldPayload,
     PutSlot,
     Shard,
-    _check_packed,
+    check_packed,
 )
 from cache_server.descriptors import DescriptorServer
 from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
@@ -40,10 +40,10 @@ from cache_server.growth import Growth
 from cache_server.leases import LEASE_S
 from cache_server.segments import Segment
 from cache_server.sessions import Session
+from protos import PROTOCOL_VERSION
 from protos import kv_cache_pb2 as pb
 
 SERVICE_NAME: Final = "prefixd.v1.KvCache"
-PROTOCOL_VERSION: Final = 1
 CHUNK_BYTES: Final = 1 << 20  # of payload in one message
 MAX_MESSAGE_BYTES: Final = 4 << 20  # of any request: what every grpc client is able to receive and send by default
 MAX_TEXT_BYTES: Final = 64 << 10
@@ -83,12 +83,14 @@ class Service:
         def unary(request: type[Message], method: Callable[[Any], Message]) -> Any:
             async def call(raw: bytes, context: _Context) -> bytes:
                 try:
-                    return method(_parse(request, raw)).SerializeToString()
+                    reply = method(_parse(request, raw))
                 except RequestError as error:
                     await context.abort(_CODES[type(error)], str(error))
                     raise
                 finally:
                     self._growth.nudge()
+                serialized: bytes = reply.SerializeToString()
+                return serialized
 
             return grpc.unary_unary_rpc_method_handler(call)
 
@@ -238,15 +240,15 @@ class Service:
                     self._cache.drop_payload(held)
 
     async def _send_payload(self, context: _Context, index: int, held: HeldPayload) -> None:
+        counters = self._cache.counters
+        payload = held.bytes.data
         if not held.checksum:
-            if len(held.bytes) > _CHECKSUM_INLINE_BYTES:
-                checksum = await asyncio.to_thread(xxhash.xxh3_64_intdigest, held.bytes)
+            if len(payload) > _CHECKSUM_INLINE_BYTES:
+                checksum = await asyncio.to_thread(xxhash.xxh3_64_intdigest, payload)
             else:
-                checksum = xxhash.xxh3_64_intdigest(held.bytes)
+                checksum = xxhash.xxh3_64_intdigest(payload)
             if self._cache.is_intact(held):
                 self._cache.note_checksum(held, checksum)
-        counters = self._cache.counters
-        payload = memoryview(held.bytes)
         for offset in range(0, len(payload), CHUNK_BYTES):
             data = payload[offset : offset + CHUNK_BYTES]
             message = wire.join_get_chunk(index, offset, 0 if offset else held.checksum, data)
@@ -267,7 +269,10 @@ class Service:
             header = _parse(pb.PutHeader, bytes(piece.header))
             session = self._cache.sessions.attached(header.session_id)
             blocks = _blocks(session, header)
-            return pb.PutReply(statuses=await self._receive(context, session, blocks, piece)).SerializeToString()
+            reply: bytes = pb.PutReply(
+                statuses=await self._receive(context, session, blocks, piece)
+            ).SerializeToString()
+            return reply
 
     async def _receive(self, context: _Context, session: Session, blocks: Blocks, first: wire.PutPiece) -> bytes:
         """Payload by payload; `target` is where the present one goes, or why it goes nowhere."""
@@ -434,13 +439,15 @@ def _blocks(session: Session, batch: pb.CommitRequest | pb.PutHeader) -> Blocks:
 
 
 def _split(name: str, packed: bytes, item_bytes: int) -> list[bytes]:
-    _check_packed(name, packed, item_bytes)
-    return np.frombuffer(packed, dtype=f"V{item_bytes}").tolist()
+    check_packed(name, packed, item_bytes)
+    items: list[bytes] = np.frombuffer(packed, dtype=f"V{item_bytes}").tolist()
+    return items
 
 
 def _unpack(name: str, packed: bytes, dtype: str) -> list[int]:
-    _check_packed(name, packed, np.dtype(dtype).itemsize)
-    return np.frombuffer(packed, dtype=dtype).tolist()
+    check_packed(name, packed, np.dtype(dtype).itemsize)
+    numbers: list[int] = np.frombuffer(packed, dtype=dtype).tolist()
+    return numbers
 
 
 def _check_piece(piece: wire.PutPiece, position: int, num_payloads: int, written: int, payload_bytes: int) -> None:
@@ -453,7 +460,8 @@ def _check_piece(piece: wire.PutPiece, position: int, num_payloads: int, written
         )
     if written + len(piece.data) > payload_bytes:
         raise InvalidRequest(
-            f"payload {position} has at least {written + len(piece.data)} bytes, payloads of this shard have {payload_bytes}"
+            f"payload {position} has at least {written + len(piece.data)} bytes, "
+            f"payloads of this shard have {payload_bytes}"
         )
 
 

@@ -15,7 +15,7 @@ Invariant: `reserved` of all sessions are disjoint, and each slot in it is in th
 Not here: sockets, streams, memory.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cache_server.arena import SlotClass
@@ -70,7 +70,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._tickets: dict[bytes, tuple[float, int]] = {}  # deadline, session id; oldest first
 
-    def __iter__(self) -> "Iterable[Session]":
+    def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:

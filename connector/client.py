@@ -48,7 +48,7 @@ PROBE_TIMEOUT_S = 1.0
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 SEGMENT_WAIT_S = 1.0
-POPULATE_STEP_BYTES = 64 << 20
+POPULATE_STEP_BYTES = 1 << 20  # the kernel holds the process's mmap lock for a step, and every malloc may wait for it
 MADV_POPULATE_WRITE = 23
 
 STORED = kv_cache_pb2.COMMIT_STATUS_STORED

@@ -77,12 +77,12 @@ def guarded(answer: Any, give_back: Callable[..., Any] | None = None) -> Callabl
             self: Any = args[0]
             try:
                 return hook(*args, **kwargs)
-            except Exception:  # noqa: BLE001 - one of the two places that may: the plug-in's edge
-                self._report(hook.__name__)
+            except Exception as error:  # noqa: BLE001 - one of the two places that may: the plug-in's edge
+                self._report(hook.__name__, error)
             try:
                 given = give_back(*args, **kwargs) if give_back is not None else None
-            except Exception:  # noqa: BLE001 - as above
-                self._report(f"giving back after {hook.__name__}")
+            except Exception as error:  # noqa: BLE001 - as above
+                self._report(f"giving back after {hook.__name__}", error)
                 self._scheduler = None  # no more hits, no more saves; workers still report what is under way
                 given = None
             return answer if given is None else given  # type: ignore[no-any-return]
@@ -170,11 +170,11 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             loads=self._kv_transfer_config.is_kv_consumer,
         )
 
-    def _report(self, where: str) -> None:
+    def _report(self, where: str, error: Exception) -> None:
         """One traceback per place: a broken hook is called thousands of times."""
         if where not in self._reported:
             self._reported.add(where)
-            logger.error("prefixd: %s failed; the engine goes on without it (reported once)", where, exc_info=True)
+            logger.error("prefixd: %s failed; the engine goes on without it (reported once)", where, exc_info=error)
 
     # --- what we are ----------------------------------------------------------------------------------------------
 

@@ -308,9 +308,7 @@ class SchedulerSide:
                     if end >= state.save_at:
                         has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
                         self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
-        if self._released:
-            self._client.release(self._released)
-            self._released = []
+        self._let_leases_go()
         loads = tuple(
             dataclasses.replace(load, keys=b"") if load.request_id in self._cancelled else load
             for load in self._new_loads
@@ -428,6 +426,12 @@ class SchedulerSide:
                 # Without this vLLM would ask, be promised the same blocks, and fail again, for ever.
                 state.may_load = False
                 state.question = None
+        self._let_leases_go()  # the engine may be idle now: no further step would do it
+
+    def _let_leases_go(self) -> None:
+        if self._released:
+            self._client.release(self._released)
+            self._released = []
 
     def _end_load(self, load: LoadSpec) -> None:
         if load.lease_id:

@@ -7,7 +7,7 @@ queues the commits; `take_finished` and `take_failed_blocks` say which loads end
 
 Invariants.
 - A load is reported, done or failed, once, and only when no thread of ours can write into its block_ids any more:
-  the reporting thread is the one that wrote.
+  the thread that ends its last part reports it.
 - Nothing here reads engine memory after `finish_saves`: no block needs to be kept for us.
 - No RPC stands between a finished block and its copy: slots are reserved ahead by the saver thread. Without a free
   slot the save is dropped and counted.
@@ -34,6 +34,7 @@ from connector.transfer import Gather, SlotMemory, SlotPool, new_staging, scatte
 logger = logging.getLogger("prefixd.connector")
 
 NUM_LOAD_THREADS = 2
+MIN_PART_BYTES = 16 << 20  # a load of more than this is shared by the threads: two copy twice as fast as one
 SAVER_IDLE_S = 0.5  # how often the saver looks at the slot pool without being woken
 RESERVE_PAUSE_S = 0.05  # before asking again for slots that the server did not have
 MAX_COMMIT_BATCH = 1024
@@ -56,6 +57,15 @@ class Written:
     lane: Lane
     slot: int
     name: BlockName
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """A load in `num_parts` parts, each the work of one transfer thread. Reported when the last part has ended."""
+
+    load: LoadSpec
+    num_parts: int
+    failed: list[int]
 
 
 @dataclass(slots=True)
@@ -172,7 +182,12 @@ class WorkerSide:
         with self._results:
             self._loading.update(load.request_id for load in loads)
         for load in loads:
-            self._loaders.submit(self._load, load)
+            num_blocks = len(load.block_ids)
+            num_parts = min(NUM_LOAD_THREADS, 1 + num_blocks * self._layout.payload_bytes // MIN_PART_BYTES, num_blocks)
+            job = LoadJob(load, num_parts, [])
+            for part in range(num_parts):
+                start, stop = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
+                self._loaders.submit(self._load_part, job, start, stop)
 
     def fail_loads(self, loads: Sequence[LoadSpec]) -> None:
         """Reports loads as failed that were never started."""
@@ -249,55 +264,66 @@ class WorkerSide:
 
     # --- transfer threads: loads ----------------------------------------------------------------------------------
 
-    def _load(self, load: LoadSpec) -> None:
-        failed: Sequence[int] = load.block_ids
+    def _load_part(self, job: LoadJob, start: int, stop: int) -> None:
+        """Blocks [start, stop) of a load."""
+        load = job.load
+        failed: Sequence[int] = load.block_ids[start:stop]
         try:
             session = self._client.session()
             if session is not None and session.server_epoch == load.server_epoch and load.keys:
                 with session.inside():
-                    failed = self._load_mapped(load, session) if session.mapped else self._load_stream(load, session)
+                    copy = self._load_mapped if session.mapped else self._load_stream
+                    failed = copy(load, start, stop, session)
         except Exception:
-            logger.exception("load of %d blocks failed", len(load.block_ids))
+            logger.exception("load of %d blocks failed", stop - start)
         with self._results:
-            if load.request_id in self._cancelled:
-                self._cancelled.discard(load.request_id)
-                failed = load.block_ids
-            self._counts["loaded_tokens"] += (len(load.block_ids) - len(failed)) * self._block_size
-            self._counts["load_failed_tokens"] += len(failed) * self._block_size
-            self._loading.discard(load.request_id)
-            self._failed_blocks.update(failed)
-            self._finished.add(load.request_id)
+            job.failed.extend(failed)
+            job.num_parts -= 1
+            if job.num_parts == 0:
+                self._report(load, job.failed)
 
-    def _load_mapped(self, load: LoadSpec, session: Session) -> Sequence[int]:
+    def _report(self, load: LoadSpec, failed: list[int]) -> None:
+        """The lock `_results` is held."""
+        if load.request_id in self._cancelled:
+            self._cancelled.discard(load.request_id)
+            failed = list(load.block_ids)
+        self._counts["loaded_tokens"] += (len(load.block_ids) - len(failed)) * self._block_size
+        self._counts["load_failed_tokens"] += len(failed) * self._block_size
+        self._loading.discard(load.request_id)
+        self._failed_blocks.update(failed)
+        self._finished.add(load.request_id)
+
+    def _load_mapped(self, load: LoadSpec, start: int, stop: int, session: Session) -> Sequence[int]:
         """Copies slots into pages. Returns the block_ids whose slot was not (any more) what was promised."""
-        num_blocks = len(load.block_ids)
-        mine = slice(self._shard * num_blocks, (self._shard + 1) * num_blocks)
+        block_ids = load.block_ids[start:stop]
+        first = self._shard * len(load.block_ids)
+        mine = slice(first + start, first + stop)
         slots = np.frombuffer(load.slots, dtype="<u8")[mine]
         promised = np.frombuffer(load.generations, dtype="<u4")[mine]
         memory = SlotMemory(self._layout, session, None)
         before = memory.generations(slots)
-        if before is None or slots.size != num_blocks:
-            return load.block_ids
-        if not scatter(self._layout, memory, load.block_ids, slots.tolist(), lambda: self._is_unwanted(load)):
-            return load.block_ids
+        if before is None or slots.size != len(block_ids):
+            return block_ids
+        if not scatter(self._layout, memory, block_ids, slots.tolist(), lambda: self._is_unwanted(load)):
+            return block_ids
         after = memory.generations(slots)
         assert after is not None
         broken = (before != promised) | (after != promised)
-        return [load.block_ids[i] for i in np.flatnonzero(broken)]
+        return [block_ids[i] for i in np.flatnonzero(broken)]
 
-    def _load_stream(self, load: LoadSpec, session: Session) -> Sequence[int]:
+    def _load_stream(self, load: LoadSpec, start: int, stop: int, session: Session) -> Sequence[int]:
         """Receives payloads into staging, a batch at a time, and copies those that are whole and verified."""
         deadline = self._clock() + self._load_timeout_s
         key_bytes = len(load.keys) // len(load.block_ids)
         failed: list[int] = []
         with self._staging.load_slots() as slots:
-            for start in range(0, len(load.block_ids), len(slots)):
-                block_ids = load.block_ids[start : start + len(slots)]
+            for at in range(start, stop, len(slots)):
+                if self._clock() >= deadline:
+                    return failed + list(load.block_ids[at:stop])
+                block_ids = load.block_ids[at : min(at + len(slots), stop)]
                 batch = slots[: len(block_ids)]
                 payloads = [self._staging.memory.payload(slot) for slot in batch]
-                if self._clock() >= deadline:
-                    return failed + list(load.block_ids[start:])
-                keys = load.keys[start * key_bytes : (start + len(block_ids)) * key_bytes]
+                keys = load.keys[at * key_bytes : (at + len(block_ids)) * key_bytes]
                 checksums = self._client.get(session, keys, load.lease_id, payloads, lambda: self._is_unwanted(load))
                 good = [
                     i

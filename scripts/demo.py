@@ -142,7 +142,7 @@ def hit_rate(server: Prefixd) -> str:
 
 def write_model(path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models", "llama-100m", str(path)],
+        [sys.executable, "-m", "tests.models", "llama-250m", str(path)],
         cwd=Path(__file__).parents[1],
         check=False,
         capture_output=True,
@@ -179,9 +179,9 @@ def main() -> int:
         signal.signal(number, interrupt)
     try:
         with temporary_folder(arguments.keep) as folder:
-            with phase("writing a random-weight Llama of 100 million parameters"):
+            with phase("writing a random-weight Llama of 250 million parameters"):
                 write_model(folder / "model")
-            with Prefixd(folder, memory="512MiB") as server:
+            with Prefixd(folder, memory="2GiB") as server:
                 first = run_engine("first", folder, folder / "model", server, seed=1)
                 second = run_engine("second", folder, folder / "model", server, seed=2)
                 good = report(first, second, server)

@@ -4,7 +4,7 @@ The weights are the same in every process and run (seeded), so that engines, dem
 answers. `write_model` is the one entrance; torch and transformers, which the engine brings, are imported only there.
 
     llama       4 layers, one full-attention KV-cache group: everything about correctness
-    llama-100m  heavy enough that prefilling 4,096 tokens takes over ten seconds on two cores: time to first token
+    llama-250m  heavy enough that prefilling 4,096 tokens takes over ten seconds on two cores: time to first token
 
 Weights are drawn wider than is usual: with the usual 0.02 the attention is flat and an answer loops through two tokens,
 which a wrong block might not change. As it is, another first block changes every answer, from its first token on.
@@ -30,13 +30,13 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "initializer_range": 0.06,
     },
-    "llama-100m": {
+    "llama-250m": {
         **COMMON,
         "vocab_size": 4096,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "head_dim": 64,
         "initializer_range": 0.1,

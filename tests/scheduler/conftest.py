@@ -1,12 +1,23 @@
-"""A model folder that is enough for a Scheduler: a configuration without weights."""
+"""A model folder that is enough for a Scheduler, and the shapes in which vLLM runs one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+SHAPES = [
+    "V1",
+    "V2",
+    "V1, two steps in flight",
+    "V2, two steps in flight",
+    "V2, two steps in flight, run late",
+    "V2, three steps in flight",
+]
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration without weights."""
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("model")
@@ -24,3 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=1,
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keywords of `Engine`; vLLM is imported only by tests that run."""
+    from tests.scheduler import harness
+
+    assert set(harness.SHAPES) == set(SHAPES)
+    return harness.SHAPES[request.param]

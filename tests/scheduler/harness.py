@@ -95,6 +95,17 @@ class BreakingSide:
         return breaking
 
 
+# The shapes in which vLLM runs a scheduler: keywords of `Engine`. Every test of the life of a request runs in all.
+SHAPES: dict[str, dict[str, Any]] = {
+    "V1": {},
+    "V2": {"v2": True},
+    "V1, two steps in flight": {"in_flight": 2},
+    "V2, two steps in flight": {"v2": True, "in_flight": 2},
+    "V2, two steps in flight, run late": {"v2": True, "in_flight": 2, "late_execution": True},
+    "V2, three steps in flight": {"v2": True, "in_flight": 3},
+}
+
+
 # --- what KV is here
 
 
@@ -150,7 +161,7 @@ class Worker:
     """The worker process of one engine, and what our worker side does in it.
 
     Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `lose_block_ids`: these fail to load;
-    `loads_before_forward`: as up to vLLM 0.28; `drafts`: request → next drafts, for speculative decoding.
+    `loads_before_forward`: as up to vLLM 0.28.
     """
 
     def __init__(self, num_blocks: int, block_size: int, server: FakeServer | None) -> None:
@@ -167,7 +178,6 @@ class Worker:
         self.plans: list[StepPlan] = []
         self.num_loaded_blocks = 0
         self.num_computed_tokens = 0
-        self.drafts: dict[str, list[int]] = {}
         self._loads: list[PendingLoad] = []
         self._cancelled: set[str] = set()
         self._nameless: dict[int, tuple[Digest | None, ...]] = {}
@@ -217,6 +227,8 @@ class Worker:
             self.running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             token_ids = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            if token_ids is None:  # embeddings: what stands in the token ids' place is zero
+                token_ids = [0] * len(new.prompt_embeds)
             self._begin_request(new.req_id, list(token_ids), list(new.block_ids[0]))
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -266,6 +278,10 @@ class Worker:
         assert block_id, "block 0 is the null block"
         self.pages[block_id][position % self.block_size] = digest
         return digest
+
+    def taint_pages(self) -> None:
+        """Marks all KV that is there: it was computed with weights that are no longer the engine's."""
+        self.pages = [[digest and b"tainted" for digest in page] for page in self.pages]
 
     # --- what our worker side does
 
@@ -474,7 +490,7 @@ class Engine:
     # --- requests
 
     def add(
-        self, request_id: str, token_ids: Iterable[int], max_tokens: int = 1, *, priority: int = 0, **fields: Any
+        self, request_id: str, token_ids: Iterable[int] | None, max_tokens: int = 1, *, priority: int = 0, **fields: Any
     ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         for name in ("prompt_logprobs", "skip_reading_prefix_cache", "stop_token_ids"):
@@ -483,7 +499,7 @@ class Engine:
         params.update_from_generation_config({}, 1)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=fields.pop("prompt_token_ids", None) if token_ids is None else list(token_ids),
             sampling_params=params,
             pooling_params=None,
             arrival_time=float(len(self.requests)),
@@ -526,9 +542,10 @@ class Engine:
                 if one.finish_reason is not None:
                     assert one.request_id not in self.finished, f"{one.request_id} finished twice"
                     self.finished[one.request_id] = str(one.finish_reason)
-        if self.worker.drafts:
-            drafts = self.worker.drafts
-            self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), [list(d) for d in drafts.values()]))
+
+    def draft(self, request_id: str, token_ids: list[int]) -> None:
+        """What the next step of a request shall try besides its last token (speculative decoding)."""
+        self.scheduler.update_draft_token_ids(DraftTokenIds([request_id], [token_ids]))
 
     def steps(self, number: int) -> None:
         for _ in range(number):
@@ -551,15 +568,30 @@ class Engine:
         assert self.answer(request_id) == answer_to(request.prompt_token_ids or [], max_tokens)
         return request
 
+    def finish_beside(self, request_id: str, token_ids: Iterable[int], max_tokens: int, still_there: set[str]) -> None:
+        """As `finish`, while other requests cannot end."""
+        self.add(request_id, token_ids, max_tokens)
+        for _ in range(200):
+            if set(self.scheduler.requests) == still_there:
+                return
+            self.step()
+        raise AssertionError(f"{request_id} does not end: {list(self.scheduler.requests)}")
+
     def clear_local(self) -> None:
         """What the engine's own cache holds is gone; ours is not told."""
         assert self.scheduler.reset_prefix_cache()
 
+    def preempt_all(self) -> None:
+        """Preempts what is running, to be resumed in the same step. With steps in flight vLLM does that and then
+        raises: the blocks that those steps write are not free yet, so its own cache stays.
+        """
+        try:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            assert self._in_flight > 1 or self.worker.loading_block_ids(), error
+
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-
-    def free_and_used_blocks_at_start(self) -> int:
-        return self._num_free_at_start
 
     # --- what must hold
 

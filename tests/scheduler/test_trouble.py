@@ -1,0 +1,334 @@
+"""What goes wrong around a request: loads that fail, hang or come too late, clients that leave, hooks that raise."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeServer
+from tests.scheduler.harness import SHAPES, Engine, answer_to
+from tests.scheduler.test_lookup import PROMPT, filled, matches_of
+from tests.scheduler.test_resume import crowded
+
+
+@pytest.mark.parametrize("lost", [[0], [2], [5], [1, 3], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("load_delay", [0, 3])
+def test_lost_blocks_are_computed(model: Path, shape: dict[str, Any], lost: list[int], load_delay: int) -> None:
+    """Dropped between lookup and load: computed from the first of them on; the answer equals cold (C15, C20)."""
+    engine = filled(model, **shape)
+    engine.worker.load_delay = load_delay
+    keys = engine.keys_of(engine.requests["first"], PROMPT)
+    request = engine.add("second", PROMPT, max_tokens=20)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    for number in lost:
+        engine.server.drop(keys[number])
+    engine.run()
+
+    assert len(matches_of(engine, "second")) <= 3, "a failed load is not promised again and again"
+    engine.check_answers()
+    assert set(keys) <= engine.check_store(), "what was lost is saved again"
+    engine.check_idle()
+
+
+def test_under_the_policy_fail_only_that_request_fails(model: Path, shape: dict[str, Any]) -> None:
+    """vLLM's default policy: an error for one, the engine goes on (C15)."""
+    engine = filled(model, policy="fail", **shape)
+    engine.worker.load_delay = 2
+    request = engine.add("second", PROMPT, max_tokens=5)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    engine.server.drop(engine.keys_of(request)[1])
+    engine.add("third", range(50), max_tokens=5)
+    engine.run()
+
+    assert engine.finished["second"] == "error"
+    assert engine.finished["third"] == "length"
+    engine.check_store()
+    engine.check_idle()
+
+
+def test_clients_that_leave_during_a_load(model: Path, shape: dict[str, Any]) -> None:
+    """Fifty times: each load is reported once, all blocks come back, the next request hits (C12, C13)."""
+    engine = filled(model, **shape)
+    engine.worker.load_delay = 4
+    for number in range(50):
+        engine.add(f"r{number}", PROMPT, max_tokens=5)
+        engine.steps(2 + number % 5)
+        if f"r{number}" not in engine.finished:
+            engine.abort(f"r{number}")
+        engine.steps(number % 3)
+    engine.run()
+    engine.check_idle()
+    engine.clear_local()
+    engine.worker.load_delay = 0
+    engine.finish("last", PROMPT, max_tokens=5)
+
+    assert matches_of(engine, "last") == [(96, True)]
+    engine.check_answers()
+    engine.check_store()
+
+
+def test_a_load_that_does_not_end_holds_only_its_own_request(model: Path, shape: dict[str, Any]) -> None:
+    """Others run; an abort holds the blocks until the worker says that nobody writes them any more (C14)."""
+    engine = filled(model, **shape)
+    engine.worker.withhold_loads = True
+    free = engine.num_free_blocks()
+    engine.add("second", PROMPT, max_tokens=5)
+    engine.steps(3)
+    engine.finish_beside("third", range(50), max_tokens=5, still_there={"second"})
+    engine.abort("second")
+    engine.steps(5)
+    assert engine.num_free_blocks() < free, "a writer of ours may still touch them"
+    engine.worker.withhold_loads = False
+    engine.run()
+
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("load_delay", [1, 8])
+def test_many_loads_on_few_blocks(model: Path, shape: dict[str, Any], load_delay: int) -> None:
+    """Loads hold blocks while the head of the queue needs more: all finish, none waits for ever (C52)."""
+    engine = filled(model, num_blocks=16, **shape)
+    engine.worker.load_delay = load_delay
+    for number in range(6):
+        engine.add(f"r{number}", [*PROMPT[:64], *range(number * 40, number * 40 + 40)], max_tokens=6)
+    engine.add("large", [*PROMPT, *range(100)], max_tokens=6)
+    engine.run()
+
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("ending", ["length", "stop token", "before any step", "waiting", "loading", "running"])
+def test_however_a_request_ends_nothing_of_it_remains(model: Path, shape: dict[str, Any], ending: str) -> None:
+    """Six endings (C58); the seventh, aborted while preempted, is in test_resume.py."""
+    engine = filled(model, num_blocks=14, **shape)
+    engine.worker.load_delay = 3
+    if ending == "waiting":
+        engine.add("long", range(300, 410), max_tokens=30)
+        engine.steps(3)
+    stop = [answer_to(PROMPT, 4)[-1]] if ending == "stop token" else []
+    engine.add("r", PROMPT, max_tokens=20, stop_token_ids=stop)
+    engine.steps({"before any step": 0, "waiting": 3, "loading": 2, "running": 12}.get(ending, 0))
+    if ending not in {"length", "stop token"}:
+        engine.abort("r")
+    engine.run()
+
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
+# --- resets (C19)
+
+
+def test_after_a_reset_nothing_old_is_hit_and_new_blocks_are(model: Path, shape: dict[str, Any]) -> None:
+    """reset_prefix_cache(reset_connector=True) returns True, also with nobody there to hear it."""
+    for down in (False, True):
+        engine = filled(model, **shape)
+        engine.server.down = down
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+        engine.server.down = False
+        engine.finish("second", PROMPT)
+        assert set(matches_of(engine, "second")) == {(0, False)}
+        engine.clear_local()
+        engine.finish("third", PROMPT)
+
+        assert matches_of(engine, "third") == [(96, True)]
+        assert len(engine.server.blocks) == 12
+        engine.check_store()
+        engine.check_idle()
+
+
+def test_a_reset_leaves_other_engines_alone(model: Path, shape: dict[str, Any]) -> None:
+    """Another engine of the same model goes on hitting what was there."""
+    engine = filled(model, **shape)
+    other = Engine(model, engine.server, **shape)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    other.finish("theirs", PROMPT)
+
+    assert matches_of(other, "theirs") == [(96, True)]
+
+
+@pytest.mark.parametrize("commit_delay", [0, 4])
+def test_what_was_computed_before_a_reset_never_appears_after_it(
+    model: Path, shape: dict[str, Any], commit_delay: int
+) -> None:
+    """Running requests hold KV of the old weights: none of it is saved under the new epoch."""
+    for num_steps in range(12):
+        engine = Engine(model, FakeServer(), **shape)
+        engine.worker.commit_delay = commit_delay
+        request = engine.add("r", range(40), max_tokens=40)
+        engine.steps(num_steps)
+        assert engine.scheduler.reset_connector_cache() is True
+        engine.worker.taint_pages()
+        engine.run()
+
+        fresh = set(engine._keys(request, None, engine.side._epoch))
+        tainted = {key for key, stored in engine.server.blocks.items() if b"tainted" in stored.payload}
+        assert not tainted & fresh
+        engine.check_idle()
+
+
+def test_a_reset_while_a_load_is_in_flight(model: Path, shape: dict[str, Any]) -> None:
+    """The load carries old KV: it is cancelled and the request computed."""
+    for num_steps in range(1, 6):
+        engine = filled(model, **shape)
+        engine.worker.load_delay = 3
+        engine.add("second", PROMPT, max_tokens=5)
+        engine.steps(num_steps)
+        was_loading = bool(engine.worker.loading_block_ids())
+        assert engine.connector.reset_cache() is True
+        engine.run()
+
+        if was_loading:
+            assert engine.worker.num_loaded_blocks == 0
+        engine.check_answers()
+        engine.check_store()
+        engine.check_idle()
+
+
+# --- hooks that raise
+
+METHODS = [
+    "num_new_matched_tokens",
+    "after_alloc",
+    "build_plan",
+    "loads_ended",
+    "request_finished",
+    "forget",
+    "reset_cache",
+    "fail_load",
+    "salvage_plan",
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before it did anything", "after it did all"])
+@pytest.mark.parametrize("times", [1, 10_000], ids=["once", "always"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hook_that_raises_costs_no_request(
+    model: Path, shape: dict[str, Any], method: str, times: int, after: bool
+) -> None:
+    """The engine goes on, answers equal cold, what is stored is right, and leases and blocks come back."""
+    engine = filled(model, num_blocks=14, **shape)
+    engine.worker.load_delay = 2
+    engine.break_hook(method, times=times, after=after)
+    for number in range(4):
+        engine.add(f"r{number}", [*PROMPT[: 96 - 16 * number], *range(number, number + 20)], max_tokens=25)
+    engine.steps(9)
+    if "r1" not in engine.finished:
+        engine.abort("r1")
+    engine.preempt_all()
+    if method == "reset_cache":
+        assert engine.scheduler.reset_connector_cache() is True
+    engine.run()
+    engine.finish("last", range(700, 760), max_tokens=5)
+
+    engine.check_answers()
+    engine.check_store()
+    assert not engine.scheduler.requests
+    assert not engine.worker.loading_block_ids()
+    engine.server.clock.advance(FakeServer.LEASE_S)
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_leases_are_let_go_by_name_after_a_hook_raised(model: Path, shape: dict[str, Any], method: str) -> None:
+    """Not only by their deadline: whoever raises once gives back what it held."""
+    engine = filled(model, num_blocks=14, **shape)
+    engine.worker.load_delay = 2
+    engine.break_hook(method)
+    for number in range(4):
+        engine.add(f"r{number}", [*PROMPT[: 96 - 16 * number], *range(number, number + 20)], max_tokens=25)
+    engine.run()
+    engine.finish("last", range(700, 760), max_tokens=5)
+
+    engine.check_idle()
+
+
+# --- everything at once
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_answers_and_bytes_are_right(model: Path, shape: dict[str, Any], seed: int) -> None:
+    """Random prompts with shared prefixes, aborts, delays, losses, restarts and resets on few blocks."""
+    dice = random.Random(seed)
+    engine = Engine(
+        model,
+        FakeServer(),
+        num_blocks=dice.choice([12, 16, 24]),
+        max_num_batched_tokens=dice.choice([20, 64, 512]),
+        enable_prefix_caching=dice.random() < 0.7,
+        **shape,
+    )
+    engine.worker.loads_before_forward = dice.random() < 0.5
+    prefixes = [[dice.randrange(2048) for _ in range(dice.choice([20, 48, 90]))] for _ in range(3)]
+    for number in range(40):
+        prompt = [*dice.choice(prefixes), *(dice.randrange(2048) for _ in range(dice.randrange(1, 40)))]
+        engine.add(f"r{number}", prompt, max_tokens=dice.randrange(1, 40))
+        engine.worker.load_delay = dice.choice([0, 0, 1, 4])
+        engine.worker.commit_delay = dice.choice([0, 1, 5])
+        for _ in range(dice.randrange(12)):
+            engine.step()
+            event = dice.random()
+            if event < 0.03:
+                alive = [r for r in engine.scheduler.requests if r not in engine.finished]
+                if alive:
+                    engine.abort(dice.choice(alive))
+            elif event < 0.08 and engine.server.blocks:
+                engine.server.drop(dice.choice(sorted(engine.server.blocks)))
+            elif event < 0.09:
+                engine.server.restart()
+            elif event < 0.11:
+                if dice.random() < 0.5:
+                    engine.preempt_all()
+                else:
+                    engine.scheduler.reset_prefix_cache()
+            elif event < 0.14:
+                engine.server.failing = not engine.server.failing
+            elif event < 0.17:
+                engine.server.hold()
+            elif event < 0.22:
+                engine.server.let_go()
+            elif event < 0.3:
+                engine.server.clock.advance(dice.choice([0.1, 3.0, 9.0]))
+    engine.server.let_go()
+    engine.run(3000)
+    engine.server.clock.advance(FakeServer.LEASE_S)
+
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
+def test_the_harness_notices_wrong_bytes(model: Path) -> None:
+    """A control of the controls: a payload that is not what its key names spoils the next request that loads it."""
+    for shape in SHAPES.values():
+        engine = filled(model, **shape)
+        key = engine.keys_of(engine.requests["first"], PROMPT)[2]
+        stored = engine.server.blocks.pop(key)
+        engine.server.commit(key, (b"wrong",) * len(stored.payload))  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match="wrong KV under"):
+            engine.check_store()
+        engine.add("second", PROMPT)
+        engine.connector.matches.clear()
+        engine.run()  # block 5 is what the four last tokens build on: nothing notices yet
+        crowded_keys = engine.keys_of(engine.requests["second"])
+        stored = engine.server.blocks.pop(crowded_keys[5])
+        engine.server.commit(crowded_keys[5], (b"wrong",) * len(stored.payload))  # type: ignore[arg-type]
+        engine.clear_local()
+        engine.add("third", PROMPT)
+        with pytest.raises(AssertionError, match="wrong KV at 95"):
+            engine.run()
+
+
+def test_a_crowd_with_and_without_a_cache_answers_alike(model: Path, shape: dict[str, Any]) -> None:
+    """The strongest test is equality."""
+    with_cache, without = crowded(model, **shape), Engine(model, None, num_blocks=8, **shape)
+    with_cache.run()
+    for request_id, request in with_cache.requests.items():
+        without.add(request_id, request.prompt_token_ids, max_tokens=40)
+    without.run()
+
+    assert {r: with_cache.answer(r) for r in with_cache.requests} == {r: without.answer(r) for r in without.requests}
