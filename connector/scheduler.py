@@ -97,6 +97,7 @@ class RequestState:
     question: Question | None = None
     offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
     may_load: bool = True
+    steps_aside: bool = False  # answers None once: its load failed, see `num_new_matched_tokens`
     unanswered_local: int = 0  # blocks [0, n) whose presence is asked for, off the path
 
 
@@ -148,6 +149,11 @@ class SchedulerSide:
         if state is None:
             return 0, False
         state.offer = None
+        if state.steps_aside:
+            # vLLM keeps it at the head of those that hold blocks, though its own were freed. If it does not fit now, those
+            # behind it, loaded and holding the rest, would never run: so it goes back to the waiting queue once.
+            state.steps_aside = False
+            return None, False
         local = num_computed_tokens // self._block_size
         limit = (request.num_tokens - 1) // self._block_size  # at least one token is left to compute
         state.keys.extend(request.all_token_ids)
@@ -270,12 +276,20 @@ class SchedulerSide:
 
     def fail_load(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
         """For an `after_alloc` that failed: vLLM waits for a load, so there must be one that reports failure."""
+        request_id = request.request_id
+        self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
+        queued = self._in_flight.pop(request_id, None)
+        if queued is not None:
+            self._end_load(queued)
         num_blocks = num_external_tokens // self._block_size
         if num_blocks:
             self._queue_load(
-                LoadSpec(request.request_id, tuple(block_ids[-num_blocks:]), b"", b"", b"", lease_id=0, server_epoch=0)
+                LoadSpec(request_id, tuple(block_ids[-num_blocks:]), b"", b"", b"", lease_id=0, server_epoch=0)
             )
-        self.forget(request.request_id)
+        state = self._states.get(request_id)
+        if state is not None:
+            self._drop_question(state)
+            state.may_load = False  # or vLLM would ask, be promised the same blocks, and come here again, for ever
 
     def _queue_load(self, load: LoadSpec) -> None:
         self._in_flight[load.request_id] = load
@@ -425,6 +439,7 @@ class SchedulerSide:
             if state is not None and (failed_block_ids is None or not failed_block_ids.isdisjoint(load.block_ids)):
                 # Without this vLLM would ask, be promised the same blocks, and fail again, for ever.
                 state.may_load = False
+                state.steps_aside = True
                 state.question = None
         self._let_leases_go()  # the engine may be idle now: no further step would do it
 

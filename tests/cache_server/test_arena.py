@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,8 +99,8 @@ def test_a_touched_segment_is_resident() -> None:
     """Whoever touches first is charged, and that is us."""
 
     def resident_kib() -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
 
     segment = Segment(1, 8 * MIB)
     before = resident_kib()

@@ -1,6 +1,13 @@
 """The server as a process: addresses, health, reflection, memory, start and stop."""
 
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -9,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import kv_cache_pb2 as pb
-from tests.cache_server.harness import MIB, TIMEOUT_S, Client, ServerProcess, chain, payload_of, wait_until
+from tests.cache_server.harness import MIB, ROOT, TIMEOUT_S, Client, ServerProcess, chain, payload_of, wait_until
 
 BASE_BYTES = 160 * MIB  # what the process needs beside the segments: interpreter, grpc, messages in flight
 
@@ -79,3 +86,150 @@ def test_blocks_saved_through_slots_are_read_by_a_stream_and_the_other_way_round
         near.receive_segments()
         slots = np.frombuffer(scheduler.lookup(put).slots, "<u8").tolist()
         assert [near.slot(slot) for slot in slots] == [payload_of(key, 64 << 10) for key in put]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["slots", "stream"])
+def test_ten_times_the_budget_stays_within_the_budget(tmp_path: Path, path: str) -> None:
+    """C66: 640 MiB into 64; least recently used chains are gone, tails before heads, memory is bounded."""
+
+    with ServerProcess(tmp_path, "64MiB") as server, mapped(server, payload_bytes=MIB) as client:
+        base = server.memory_bytes()
+        chains = [chain(str(i), 16) for i in range(40)]
+        highest = 0
+        for keys in chains:
+            if path == "slots":
+                for start in (0, 8):
+                    client.save(keys[: start + 8], start)
+            else:
+                client.put(keys)
+            highest = max(highest, server.memory_bytes())
+        with Client(server.unix) as scheduler:
+            hits = [scheduler.lookup(keys, lease=False).hit_end for keys in chains]
+        stats = server.stats()
+
+        assert hits == [0] * 36 + [16] * 4
+        assert highest <= 64 * MIB + BASE_BYTES
+        assert highest - base <= 32 * MIB
+        assert stats.touched_bytes == 64 * MIB
+        assert stats.stored_bytes == 64 * MIB
+        assert stats.counters["evicted_blocks_capacity"] == 640 - 64
+        assert client.get(chains[-1]) == [payload_of(key, MIB) for key in chains[-1]]
+
+
+# --- start and stop -------------------------------------------------------------------------------------------
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cache_server", "serve", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_sigterm_closes_sessions_removes_the_sockets_and_exits_0(tmp_path: Path) -> None:
+    """Clients are told before they notice."""
+
+    with ServerProcess(tmp_path, "64MiB") as server, mapped(server) as client:
+        server.process.send_signal(signal.SIGTERM)
+
+        assert "shutting down" in next(client.events).closing.reason
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["server.log"]
+        assert "Traceback" not in server.log
+
+
+def test_sigterm_lets_a_call_in_flight_finish(tmp_path: Path) -> None:
+    """Within the grace time."""
+
+    keys = chain("a", 4)
+    with ServerProcess(tmp_path, "64MiB") as server, mapped(server, payload_bytes=MIB) as client:
+
+        def messages() -> Iterator[object]:
+            yield pb.PutChunk(
+                header=pb.PutHeader(session_id=client.id, keys=keys[0], parent_keys=bytes(16), depths=bytes(4))
+            )
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: "stopping" in server.log, "the server is stopping")
+            yield pb.PutChunk(data=payload_of(keys[0], MIB))
+
+        statuses = client.stub.Put(messages(), timeout=TIMEOUT_S).statuses
+        # The session ended with its Attach stream; the answer came all the same.
+        assert list(statuses) == [pb.COMMIT_STATUS_REFUSED]
+        assert server.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_stopped_server_does_not_wait_for_a_client_that_hangs(tmp_path: Path) -> None:
+    """The grace time bounds it."""
+
+    with ServerProcess(tmp_path, "64MiB") as server, mapped(server, payload_bytes=32 * MIB) as client:
+        keys = chain("a", 1)
+        client.put(keys)
+        call = client.stub.Get(pb.GetRequest(session_id=client.id, keys=b"".join(keys)))
+        next(call)
+        began = time.monotonic()
+
+        assert server.stop() == 0
+        assert time.monotonic() - began < 6
+
+
+def test_a_socket_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:
+    """C68: kill -9 and start again, on the same paths."""
+
+    epochs = set()
+    for _ in range(3):
+        with ServerProcess(tmp_path, "64MiB") as server, mapped(server) as client:
+            epochs.add(client.attached.server_epoch)
+    assert server.socket_path.is_socket()
+    assert len(epochs) == 3
+
+
+def test_a_live_server_is_not_replaced(tmp_path: Path) -> None:
+    """One line that says why, status 1, and the first one goes on."""
+
+    with ServerProcess(tmp_path, "64MiB") as server:
+        for address in (server.unix, server.tcp):
+            done = run_serve("--listen", address, "--memory", "64MiB")
+            assert done.returncode == 1
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+            assert f"cannot listen on {address}" in done.stderr
+        assert server.stats().memory_bytes == 64 * MIB
+
+
+def test_a_file_that_is_no_socket_is_not_removed(tmp_path: Path) -> None:
+    """Somebody's data may be there."""
+
+    file = tmp_path / "p.sock"
+    file.write_text("data")
+    done = run_serve("--listen", f"unix://{file}", "--memory", "64MiB")
+
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "not a socket" in done.stderr
+    assert file.read_text() == "data"
+
+
+def test_stats_on_the_command_line(server: ServerProcess) -> None:
+    """For people and for programs; one line when nobody answers."""
+
+    def stats(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cache_server", "stats", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    with mapped(server, engine_id="an engine"):
+        assert "engine an engine, worker 0, mapped" in stats("--server", server.unix).stdout
+        assert json.loads(stats("--server", server.tcp, "--json").stdout)["memory_bytes"] == str(256 * MIB)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = stats("--server", f"127.0.0.1:{unused.getsockname()[1]}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)

@@ -21,9 +21,9 @@ def test_reserved_slots_stay_reserved_when_the_stream_breaks(bench: Bench) -> No
     bench.cache.detach(bench.worker)
 
     assert bench.arena.reserved_bytes == 5 * GRANULE
-    with pytest.raises(SessionEnded, match="^session"):
+    with pytest.raises(SessionEnded, match=r"^session"):
         bench.cache.commit(bench.worker.id, [], blocks([]))
-    with pytest.raises(SessionEnded, match="^session"):
+    with pytest.raises(SessionEnded, match=r"^session"):
         bench.reserve(1)
 
 

@@ -88,6 +88,10 @@ class Prefixd:
             self.kill()
             raise
 
+    def send_signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeServer
-from tests.scheduler.harness import SHAPES, Engine, answer_to
+from tests.scheduler.harness import SHAPES, TAINTED, Engine, answer_to
 from tests.scheduler.test_lookup import PROMPT, filled, matches_of
 from tests.scheduler.test_resume import crowded
 
@@ -100,6 +100,22 @@ def test_many_loads_on_few_blocks(model: Path, shape: dict[str, Any], load_delay
     engine.check_idle()
 
 
+@pytest.mark.parametrize("num_blocks", [13, 14, 15, 16, 18])
+def test_loads_that_fail_on_few_blocks(model: Path, shape: dict[str, Any], num_blocks: int) -> None:
+    """A request whose load failed needs more blocks than are free, and stands before one that is loaded (C52)."""
+    engine = filled(model, num_blocks=num_blocks, **shape)
+    engine.worker.load_delay = 2
+    for number in range(4):
+        engine.add(f"r{number}", [*PROMPT[: 96 - 16 * number], *range(number, number + 20)], max_tokens=25)
+    engine.step()
+    engine.server.drop(engine.keys_of(engine.requests["first"], PROMPT)[0])
+    engine.run()
+
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("ending", ["length", "stop token", "before any step", "waiting", "loading", "running"])
 def test_however_a_request_ends_nothing_of_it_remains(model: Path, shape: dict[str, Any], ending: str) -> None:
     """Six endings (C58); the seventh, aborted while preempted, is in test_resume.py."""
@@ -166,7 +182,7 @@ def test_what_was_computed_before_a_reset_never_appears_after_it(
         engine.run()
 
         fresh = set(engine._keys(request, None, engine.side._epoch))
-        tainted = {key for key, stored in engine.server.blocks.items() if b"tainted" in stored.payload}
+        tainted = {key for key, stored in engine.server.blocks.items() if TAINTED in stored.payload}
         assert not tainted & fresh
         engine.check_idle()
 
@@ -182,7 +198,7 @@ def test_a_reset_while_a_load_is_in_flight(model: Path, shape: dict[str, Any]) -
         assert engine.connector.reset_cache() is True
         engine.run()
 
-        if was_loading:
+        if was_loading and not shape.get("late_execution"):  # then the load ends before the worker hears of the reset
             assert engine.worker.num_loaded_blocks == 0
         engine.check_answers()
         engine.check_store()
@@ -211,6 +227,8 @@ def test_a_hook_that_raises_costs_no_request(
     model: Path, shape: dict[str, Any], method: str, times: int, after: bool
 ) -> None:
     """The engine goes on, answers equal cold, what is stored is right, and leases and blocks come back."""
+    if method == "build_plan" and after:
+        pytest.skip("its last act is to hand the loads over: nothing can raise after that")
     engine = filled(model, num_blocks=14, **shape)
     engine.worker.load_delay = 2
     engine.break_hook(method, times=times, after=after)
