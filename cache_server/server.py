@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cache_server.arena import Arena
 from cache_server.cache import Cache
-from cache_server.config import Address, ServerConfig, UnixAddress
+from cache_server.config import Address, ServerConfig, TcpAddress, UnixAddress
 from cache_server.descriptors import DescriptorServer
 from cache_server.growth import Growth
 from cache_server.service import SERVICE_NAME, Service
@@ -105,7 +105,7 @@ async def serve(config: ServerConfig) -> None:
         await stop.wait()
         _log.info("stopping: up to %.0f s for calls in flight", GRACE_S)
         await health_servicer.enter_graceful_shutdown()
-        service.close_sessions("the server is shutting down")
+        service.drain("the server is shutting down")
         await server.stop(GRACE_S)
         _log.info("stopped")
     finally:
@@ -144,7 +144,8 @@ def _bind_descriptors(address: UnixAddress, service: Service) -> DescriptorServe
 
 def _claim(address: Address) -> None:
     """Make room for our sockets: remove what a dead server left, refuse to take a live one's place."""
-    if not isinstance(address, UnixAddress):
+    if isinstance(address, TcpAddress):
+        _try_port(address)
         return
     try:
         address.path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +162,17 @@ def _claim(address: Address) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise StartError(f"cannot listen on {address}: {error.strerror}: {error.filename}") from None
+
+
+def _try_port(address: TcpAddress) -> None:
+    """Bind once ourselves: grpc tells the cause of a failure in its own log only, in its own words."""
+    try:
+        for family, kind, _, _, target in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror}") from None
 
 
 def _somebody_answers(path: Path, kind: socket.SocketKind) -> bool:

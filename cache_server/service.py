@@ -74,6 +74,7 @@ class Service:
         self._started_at = self._loop.time()
         self._descriptors: list[DescriptorServer] = []
         self._closing: dict[int, asyncio.Future[str]] = {}  # session id → why its Attach stream ends
+        self._is_draining = False
         self._gets = asyncio.Semaphore(MAX_DATA_STREAMS)
         self._puts = asyncio.Semaphore(MAX_DATA_STREAMS)
 
@@ -131,7 +132,8 @@ class Service:
         finally:
             # The stream ended, by either side. What that means depends on the descriptor socket.
             del self._closing[session.id]
-            self._cache.detach(session)
+            if not self._is_draining:
+                self._cache.detach(session)
 
     def _limits(self, session: Session) -> pb.Limits:
         slot_class = session.worker.slot_class if session.worker else None
@@ -143,8 +145,9 @@ class Service:
             max_reserved_bytes=self._cache.max_reserved_bytes(slot_class),
         )
 
-    def close_sessions(self, reason: str) -> None:
-        """Tell every client why its Attach stream ends."""
+    def drain(self, reason: str) -> None:
+        """Tell every client why its Attach stream ends. Calls in flight may still end as they would have."""
+        self._is_draining = True
         for closing in self._closing.values():
             if not closing.done():
                 closing.set_result(reason)

@@ -59,6 +59,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def is_too_old(scheduler_output: type) -> bool:
+    """Whether this `SchedulerOutput` is of a vLLM before 0.26."""
+    return FIRST_SUPPORTED_MARK not in getattr(scheduler_output, "__dataclass_fields__", {})
+
+
+def unknown_hooks(base: type) -> list[str]:
+    """Public names of vLLM's connector base class that we do not know: it is newer than 0.33."""
+    return sorted({name for name in dir(base) if not name.startswith("_")} - KNOWN_HOOKS)
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`: lets vLLM find the connector by its name alone. Called in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -96,7 +106,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     """prefixd's side of vLLM's connector interface; one object per role and process."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        if FIRST_SUPPORTED_MARK not in SchedulerOutput.__dataclass_fields__:
+        if is_too_old(SchedulerOutput):
             raise SystemExit("prefixd: this vLLM is older than 0.26, which is the first release that is supported")
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -110,9 +120,9 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._client: CacheClient | None = None
         self._plan = StepPlan()
         self._shard = 0
-        unknown = {name for name in dir(KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_HOOKS
+        unknown = unknown_hooks(KVConnectorBase_V1)
         if unknown and role is KVConnectorRole.SCHEDULER:
-            logger.warning("prefixd: this vLLM is newer than 0.33; hooks unknown to us: %s", ", ".join(sorted(unknown)))
+            logger.warning("prefixd: this vLLM is newer than 0.33; hooks unknown to us: %s", ", ".join(unknown))
         reason = why_unsupported(vllm_config, kv_cache_config)
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:

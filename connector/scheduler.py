@@ -150,8 +150,8 @@ class SchedulerSide:
             return 0, False
         state.offer = None
         if state.steps_aside:
-            # vLLM keeps it at the head of those that hold blocks, though its own were freed. If it does not fit now, those
-            # behind it, loaded and holding the rest, would never run: so it goes back to the waiting queue once.
+            # vLLM keeps it at the head of those that hold blocks, though its own were freed. If it does not fit now,
+            # those behind it, loaded and holding the rest, would never run: so it goes back to the waiting queue once.
             state.steps_aside = False
             return None, False
         local = num_computed_tokens // self._block_size
@@ -354,6 +354,7 @@ class SchedulerSide:
         self._discard_gathers(state)
         state.block_ids = block_ids
         state.tainted = False
+        state.steps_aside = False
         num_there = state.request.num_computed_tokens // self._block_size
         state.next_save = num_there
         state.save_at = (num_there + 1) * self._block_size

@@ -40,7 +40,8 @@ class StoredBlock:
 class FakeServer:
     """A cache server: the first commit of a key wins, leased keys stay, the rest can be dropped by the test.
 
-    One shard. `calls` counts by RPC. Answers can be held back (`hold`, `let_go`), fail, or say that workers are missing.
+    One shard. `calls` counts by RPC. Answers can be held back (`hold`, `let_go`), fail, or say that workers are
+    missing.
     """
 
     LEASE_S = 10.0

@@ -182,6 +182,7 @@ class ServerProcess:
         self._log = folder / "server.log"
 
     def __enter__(self) -> Self:
+        self._log.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [

@@ -25,7 +25,9 @@ def test_lost_blocks_are_computed(model: Path, shape: dict[str, Any], lost: list
         engine.server.drop(keys[number])
     engine.run()
 
-    assert len(matches_of(engine, "second")) <= 3, "a failed load is not promised again and again"
+    answers = matches_of(engine, "second")  # the first one is to this test
+    assert answers[:2] == [(96, True), (96, True)]
+    assert answers[2:] in ([], [(None, False), (0, False)]), "a failed load is not promised again and again"
     engine.check_answers()
     assert set(keys) <= engine.check_store(), "what was lost is saved again"
     engine.check_idle()
@@ -185,6 +187,23 @@ def test_what_was_computed_before_a_reset_never_appears_after_it(
         tainted = {key for key, stored in engine.server.blocks.items() if TAINTED in stored.payload}
         assert not tainted & fresh
         engine.check_idle()
+
+
+@pytest.mark.xfail(strict=True, reason="vLLM keeps its own old blocks then, and what hits them is saved anew")
+def test_old_blocks_that_the_engine_itself_still_hits_are_not_saved_anew(model: Path) -> None:
+    """Reset while a request runs: vLLM's own cache is not reset (it says so by False), only ours is."""
+    engine = Engine(model, FakeServer())
+    engine.add("running", range(300, 340), max_tokens=60)
+    engine.add("second", PROMPT)
+    engine.steps(4)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    engine.worker.taint_pages()
+    request = engine.add("third", PROMPT)
+    engine.run()
+
+    assert ("third", 96, (0, False)) in engine.connector.matches, "positive control: a local hit of old blocks"
+    fresh = set(engine._keys(request, None, engine.side._epoch))
+    assert not fresh & {key for key, stored in engine.server.blocks.items() if TAINTED in stored.payload}
 
 
 def test_a_reset_while_a_load_is_in_flight(model: Path, shape: dict[str, Any]) -> None:
