@@ -20,111 +20,37 @@ asks `arena.wants_segment`. Cuts that clients have to hear of are in `arena.take
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_server.arena import NO_SLOTS, Arena, Cut, SlotClass, Slots
-from cache_server.errors import InvalidRequest, Mismatch
+from cache_server.errors import InvalidRequest, Mismatch, RequestError
 from cache_server.index import Index, Rows
 from cache_server.leases import LEASED_SHARE, Leases
 from cache_server.metrics import Counters
-from cache_server.namespaces import Namespace, ShardLayout
+from cache_server.namespaces import Namespace, ShardLayout, check_attachment
 from cache_server.sessions import Session, Sessions, Worker
+from cache_server.values import (
+    ALREADY_PRESENT,
+    DROPPED,
+    REFUSED,
+    STORED,
+    Attachment,
+    Blocks,
+    HeldPayload,
+    LookupResult,
+    NamespaceFigures,
+    PutSlot,
+)
 
-STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
-MAX_SHARDS = 256
 MAX_LOOKUP_SLOTS = 256 * 1024  # num_shards times blocks that one lookup promises: its reply stays below 4 MiB
+MAX_RESERVE_SLOTS = 4096  # per call: room for more may mean evicting as many blocks, 7 us each, while lookups wait
+MAX_COMMIT_BLOCKS = 16384  # per call: 5 us each
 HOARD_SHARE = 0.25  # of the budget, per session
 _NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 TAKE_EVERY_S = 1.0  # how often a class looks for a cold segment of others after it found none
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One worker's part of every block, as its process describes it."""
-
-    index: int
-    payload_bytes: int
-    descriptor: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """Who attaches. `shard` is None for a scheduler side."""
-
-    engine_id: str
-    client_name: str
-    pid: int
-    fingerprint: bytes
-    text: str
-    key_bytes: int
-    num_shards: int
-    shard: Shard | None
-    wants_descriptors: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LookupResult:
-    """Which blocks are present; [hit_start, hit_end) is promised, or merely present when no lease was asked.
-
-    Slots come with a lease only: without the promise they are worth nothing.
-    """
-
-    present: npt.NDArray[np.bool_]
-    hit_start: int
-    hit_end: int
-    lease_id: int
-    slots: Slots  # [num_shards][hit_end - hit_start]
-    generations: npt.NDArray[np.uint32]
-    retry: bool
-    missing_workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """A batch of names to give, column by column."""
-
-    keys: list[bytes]
-    parent_keys: list[bytes]
-    depths: list[int]
-    checksums: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PutSlot:
-    """A slot that the server itself fills, for one payload of one Put."""
-
-    slot: int
-    flush_epoch: int
-    bytes: npt.NDArray[np.uint8]
-
-
-@dataclass(slots=True, eq=False)
-class HeldPayload:
-    """One payload that cannot be evicted until `drop_payload`; a flush shows in its generation."""
-
-    index: Index
-    row: int
-    shard: int
-    slot: int
-    generation: int
-    checksum: int  # 0: not known
-    bytes: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceFigures:
-    """One namespace, for people."""
-
-    fingerprint: bytes
-    text: str
-    num_blocks: int
-    num_complete: int
-    stored_bytes: int
-    num_shards: int
 
 
 class Cache:
@@ -159,13 +85,13 @@ class Cache:
 
     def attach(self, client: Attachment) -> Session:
         """A session in the client's namespace; the first of a namespace or shard fixes what it looks like."""
+        namespace = self._namespaces.get(client.fingerprint)
         try:
-            self._check_attachment(client)
+            check_attachment(client, namespace, self.max_payload_bytes)
             self.sessions.check_room()
-        except Exception:
+        except RequestError:
             self.counters.sessions_refused += 1
             raise
-        namespace = self._namespaces.get(client.fingerprint)
         if namespace is None:
             namespace = Namespace(client.fingerprint, client.text, Index(client.key_bytes, client.num_shards))
             self._namespaces[client.fingerprint] = namespace
@@ -184,43 +110,6 @@ class Cache:
             worker,
             client.wants_descriptors and worker is not None,
         )
-
-    def _check_attachment(self, client: Attachment) -> None:
-        if len(client.fingerprint) != 32:
-            raise InvalidRequest(f"namespace fingerprint has {len(client.fingerprint)} bytes, not 32")
-        if client.key_bytes not in (16, 32):
-            raise InvalidRequest(f"keys of {client.key_bytes} bytes, not 16 or 32")
-        if not 1 <= client.num_shards <= MAX_SHARDS:
-            raise InvalidRequest(f"{client.num_shards} shards, not 1 to {MAX_SHARDS}")
-        namespace = self._namespaces.get(client.fingerprint)
-        if namespace is not None and (namespace.key_bytes, namespace.num_shards) != (
-            client.key_bytes,
-            client.num_shards,
-        ):
-            raise Mismatch(
-                f"namespace {client.fingerprint.hex()[:12]} has keys of {namespace.key_bytes} bytes and "
-                f"{namespace.num_shards} shards here, this client has {client.key_bytes} and {client.num_shards}"
-            )
-        shard = client.shard
-        if shard is None:
-            return
-        if shard.index >= client.num_shards:
-            raise InvalidRequest(f"shard {shard.index} of {client.num_shards}")
-        if not 1 <= shard.payload_bytes <= self.max_payload_bytes:
-            raise InvalidRequest(
-                f"payload of {shard.payload_bytes} bytes; a segment of this server has {self.max_payload_bytes} bytes, "
-                "and a payload lies in one segment"
-            )
-        fixed = namespace.shards.get(shard.index) if namespace else None
-        if fixed is None:
-            return
-        if fixed.slot_class.payload_bytes != shard.payload_bytes:
-            raise Mismatch(
-                f"shard {shard.index} has payloads of {fixed.slot_class.payload_bytes} bytes here, "
-                f"this client has {shard.payload_bytes}"
-            )
-        if fixed.descriptor != shard.descriptor:
-            raise Mismatch(f"shard {shard.index} has another layout here: the shard descriptors differ")
 
     def detach(self, session: Session) -> None:
         """Its Attach stream ended. With segments mapped it lingers, else it is over."""
@@ -348,16 +237,19 @@ class Cache:
             )
         slot_class = worker.slot_class
         room = (self.max_reserved_bytes(slot_class) - session.reserved_bytes) // slot_class.slot_bytes
-        slots, retry = self._find_room(session.namespace, slot_class, min(num_slots, room))
+        num_now = min(num_slots, room, MAX_RESERVE_SLOTS)
+        slots, retry = self._find_room(session.namespace, slot_class, num_now)
         session.reserved.update(dict.fromkeys(slots.tolist(), session.namespace.flush_epoch))
         self.counters.reserved_slots += len(slots)
         self.counters.reserve_short += len(slots) < num_slots
-        return slots, retry
+        return slots, retry or num_now < min(num_slots, room)
 
     def commit(self, session_id: int, slots: list[int], blocks: Blocks) -> bytes:
         """Give names to written slots. A status per block; slots that got no name stay the session's."""
         session = self.sessions.attached(session_id)
         worker = _worker_of(session)
+        if len(slots) > MAX_COMMIT_BLOCKS:
+            raise InvalidRequest(f"{len(slots)} blocks in one commit; at most {MAX_COMMIT_BLOCKS}")
         if len(slots) != len(blocks.keys):
             raise InvalidRequest(f"{len(slots)} slots for {len(blocks.keys)} keys")
         if len(set(slots)) != len(slots):

@@ -13,7 +13,11 @@ Not here: the namespace's fingerprint is computed by clients; the server never l
 from dataclasses import dataclass, field
 
 from cache_server.arena import SlotClass
+from cache_server.errors import InvalidRequest, Mismatch
 from cache_server.index import Index
+from cache_server.values import Attachment
+
+MAX_SHARDS = 256  # tensor times pipeline parallel size; columns of the index are that wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +63,41 @@ class Namespace:
         old, self.index = self.index, Index(self.index.key_bytes, self.index.num_shards)
         self.flush_epoch += 1
         return old
+
+
+def check_attachment(client: Attachment, namespace: Namespace | None, max_payload_bytes: int) -> None:
+    """Refuse what contradicts itself, the server, or what others have fixed. `namespace`: as it is here, if it is."""
+    if len(client.fingerprint) != 32:
+        raise InvalidRequest(f"namespace fingerprint has {len(client.fingerprint)} bytes, not 32")
+    if client.key_bytes not in (16, 32):
+        raise InvalidRequest(f"keys of {client.key_bytes} bytes, not 16 or 32")
+    if not 1 <= client.num_shards <= MAX_SHARDS:
+        raise InvalidRequest(f"{client.num_shards} shards, not 1 to {MAX_SHARDS}")
+    if namespace is not None and (namespace.key_bytes, namespace.num_shards) != (
+        client.key_bytes,
+        client.num_shards,
+    ):
+        raise Mismatch(
+            f"namespace {client.fingerprint.hex()[:12]} has keys of {namespace.key_bytes} bytes and "
+            f"{namespace.num_shards} shards here, this client has {client.key_bytes} and {client.num_shards}"
+        )
+    shard = client.shard
+    if shard is None:
+        return
+    if shard.index >= client.num_shards:
+        raise InvalidRequest(f"shard {shard.index} of {client.num_shards}")
+    if not 1 <= shard.payload_bytes <= max_payload_bytes:
+        raise InvalidRequest(
+            f"payload of {shard.payload_bytes} bytes; a segment of this server has {max_payload_bytes} bytes, "
+            "and a payload lies in one segment"
+        )
+    fixed = namespace.shards.get(shard.index) if namespace else None
+    if fixed is None:
+        return
+    if fixed.slot_class.payload_bytes != shard.payload_bytes:
+        raise Mismatch(
+            f"shard {shard.index} has payloads of {fixed.slot_class.payload_bytes} bytes here, "
+            f"this client has {shard.payload_bytes}"
+        )
+    if fixed.descriptor != shard.descriptor:
+        raise Mismatch(f"shard {shard.index} has another layout here: the shard descriptors differ")

@@ -12,6 +12,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -62,6 +63,9 @@ async def serve(config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
+    # Four descriptors per segment and some per client: the usual soft limit of 1024 is for others.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for address in config.listen:
         _claim(address)
     arena = Arena(config.memory_bytes)
@@ -78,13 +82,15 @@ async def serve(config: ServerConfig) -> None:
     paths: list[Path] = []
     background: list[asyncio.Task[None]] = []
     try:
-        bound = [_bind(server, address) for address in config.listen]
+        bound = []
         for address in config.listen:
             if isinstance(address, UnixAddress):
-                paths.append(address.path)
+                # First, because it is ours alone from then on: grpc would replace another server's socket silently.
                 descriptors = _bind_descriptors(address, service)
                 descriptor_servers.append(descriptors)
                 service.serve_descriptors(descriptors)
+                paths.append(address.path)
+            bound.append(_bind(server, address))
         await growth.make_spare()
         if stop.is_set():
             return
@@ -113,10 +119,11 @@ async def serve(config: ServerConfig) -> None:
         for task in background:
             task.cancel()
         await server.stop(0)
-        for descriptors in descriptor_servers:
-            descriptors.close()
+        # In this order: as long as the descriptor socket answers, no other server takes the path we remove.
         for path in paths:
             path.unlink(missing_ok=True)
+        for descriptors in descriptor_servers:
+            descriptors.close()
 
 
 async def _tick(cache: Cache) -> None:

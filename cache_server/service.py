@@ -8,8 +8,9 @@ of CHUNK_BYTES or one batch of names, so lookups wait for little.
 Bounds: at most MAX_DATA_STREAMS each of Get and Put move bytes at a time, the others wait; a peer that moves nothing
 for STALL_S loses its stream. So the memory that streams need beside the slots is bounded whatever clients do.
 
-`LookupRequest.wait_ms` is accepted and means nothing yet: there is no tier below memory to wait for. `lease_id` of Get
-is not needed either: a payload is held while it is sent, and between payloads the scheduler side's lease holds it.
+`kv_group` is accepted and not kept: no rule here depends on it yet. `LookupRequest.wait_ms` is accepted and means
+nothing yet: there is no tier below memory to wait for. `lease_id` of Get is not needed either: a payload is held while
+it is sent, and between payloads the scheduler side's lease holds it.
 
 Not here: `cache.py` knows what the calls mean, `server.py` where they arrive.
 """
@@ -24,22 +25,14 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from cache_server import wire
-from cache_server.cache import (
-    DROPPED,
-    Attachment,
-    Blocks,
-    Cache,
-    HeldPayload,
-    PutSlot,
-    Shard,
-    check_packed,
-)
+from cache_server.cache import Cache, check_packed
 from cache_server.descriptors import DescriptorServer
 from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
 from cache_server.growth import Growth
 from cache_server.leases import LEASE_S
 from cache_server.segments import Segment
 from cache_server.sessions import Session
+from cache_server.values import DROPPED, Attachment, Blocks, HeldPayload, PutSlot, Shard
 from protos import PROTOCOL_VERSION
 from protos import kv_cache_pb2 as pb
 
@@ -117,7 +110,7 @@ class Service:
         session = self._cache.attach(_attachment(_parse(pb.AttachRequest, raw), bool(self._descriptors)))
         closing = self._closing[session.id] = self._loop.create_future()
         try:
-            ticket = self._cache.sessions.issue_ticket(session) if session.wants_descriptors else b""
+            ticket = self._cache.sessions.issue_ticket(session) if session.awaits_descriptors else b""
             attached = pb.Attached(
                 protocol_version=PROTOCOL_VERSION,
                 session_id=session.id,

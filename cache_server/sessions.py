@@ -23,7 +23,7 @@ from cache_server.errors import SessionEnded, TooMany
 from cache_server.namespaces import Namespace
 
 MAX_SESSIONS = 4096  # a bound for mistakes, far above the processes of a node
-TICKET_S = 30.0  # from Attach to the descriptor socket
+TICKET_S = 10.0  # from Attach to the descriptor socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Session:
     pid: int
     namespace: Namespace
     worker: Worker | None  # None: a scheduler side
-    wants_descriptors: bool
+    awaits_descriptors: bool  # it has a ticket that is neither used nor too old
     is_attached: bool = True
     is_mapped: bool = False
     reserved: dict[int, int] = field(default_factory=dict)  # slot → flush epoch in which it was reserved
@@ -56,8 +56,11 @@ class Session:
 
     @property
     def is_ready(self) -> bool:
-        """It can load: a worker that waits for its segments counts as missing, for no reply may name their slots."""
-        return self.is_attached and (self.is_mapped or not self.wants_descriptors)
+        """It can load. One that still waits for its segments cannot: no reply may name a slot in them before.
+
+        One that let its ticket lapse goes without segments: it streams.
+        """
+        return self.is_attached and not self.awaits_descriptors
 
 
 class Sessions:
@@ -88,10 +91,10 @@ class Sessions:
         pid: int,
         namespace: Namespace,
         worker: Worker | None,
-        wants_descriptors: bool,
+        awaits_descriptors: bool,
     ) -> Session:
         """A new session, attached."""
-        session = Session(self._new_id(), engine_id, client_name, pid, namespace, worker, wants_descriptors)
+        session = Session(self._new_id(), engine_id, client_name, pid, namespace, worker, awaits_descriptors)
         self._sessions[session.id] = session
         return session
 
@@ -153,6 +156,7 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is None or not session.is_attached:
             return None
+        session.awaits_descriptors = False
         session.is_mapped = True
         return session
 
@@ -161,6 +165,9 @@ class Sessions:
         now = self._now()
         while self._tickets:
             ticket = next(iter(self._tickets))
-            if self._tickets[ticket][0] > now:
+            deadline, session_id = self._tickets[ticket]
+            if deadline > now:
                 break
             del self._tickets[ticket]
+            if session_id in self._sessions:
+                self._sessions[session_id].awaits_descriptors = False

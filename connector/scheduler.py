@@ -40,6 +40,9 @@ from connector.block_keys import BlockKeys, RequestIdentity
 from connector.client import LookupAnswer
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
 
+# Steps in which nothing ran, nothing was loading and a hit was offered in vain, before hits are withheld: vLLM (0.32)
+# keeps blocks reserved for a request whose load failed, and a load that does not fit beside them is never admitted.
+STALLED_STEPS = 8
 WORKERS_GRACE_S = 2.0  # after the first answer of a server: its workers may still be attaching
 EPOCH_BYTES = 16
 
@@ -65,12 +68,12 @@ class Client(Protocol):
 class Question:
     """The lookup of one (request, number of tokens), and what came of it."""
 
-    __slots__ = ("answer", "asked_at", "call", "lease_id", "num_tokens", "renewed")
+    __slots__ = ("answer", "call", "for_load", "lease_id", "num_tokens", "renewed")
 
-    def __init__(self, num_tokens: int, call: Call, asked_at: float) -> None:
+    def __init__(self, num_tokens: int, call: Call, for_load: bool) -> None:
         self.num_tokens = num_tokens
+        self.for_load = for_load  # else only presence was asked, and nothing promised
         self.call: Call | None = call
-        self.asked_at = asked_at
         self.answer: LookupAnswer | None = None
         self.lease_id = 0  # held, and not handed to a load yet
         self.renewed = False
@@ -138,6 +141,8 @@ class SchedulerSide:
         self._names: dict[int, BlockName | None] = {}
         self._next_ticket = 1
         self._released: list[int] = []
+        self._has_offered = False  # since the last plan
+        self._stalled_steps = 0
         self._late: dict[str, RequestState] = {}  # states with `unanswered_local`
         self._grace: tuple[int, float] = (0, 0.0)  # server epoch, until when its missing workers are waited for
 
@@ -180,6 +185,9 @@ class SchedulerSide:
         other = self._loading_first.get(state.keys.key(local))
         if other is not None and other != request.request_id:
             return None, False  # that load's blocks will be a local hit
+        if self._stalled_steps >= STALLED_STEPS:
+            return 0, False
+        self._has_offered = True
         state.offer = (local, stop)
         return (stop - local) * self._block_size, True
 
@@ -201,14 +209,16 @@ class SchedulerSide:
         """The question for the present number of tokens: the one that is out, or a new one. None: nobody to ask."""
         question = state.question
         num_tokens = state.request.num_tokens
-        if question is not None and (question.num_tokens != num_tokens or self._has_expired(question)):
+        if question is not None and (
+            question.num_tokens != num_tokens or question.for_load < wants_load or self._has_expired(question)
+        ):
             self._drop_question(state)
             question = None
         if question is None and limit > 0:
             call = self._client.lookup(state.keys.packed(0, limit), min(local, limit), lease=wants_load)
             if call is None:
                 return None
-            question = state.question = Question(num_tokens, call, self._clock())
+            question = state.question = Question(num_tokens, call, wants_load)
             if wants_load:
                 call.wait(self._lookup_wait_s)
         return question
@@ -323,6 +333,11 @@ class SchedulerSide:
                         has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
                         self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
         self._let_leases_go()
+        if scheduler_output.num_scheduled_tokens or self._in_flight:
+            self._stalled_steps = 0
+        elif self._has_offered:
+            self._stalled_steps += 1
+        self._has_offered = False
         loads = tuple(
             dataclasses.replace(load, keys=b"") if load.request_id in self._cancelled else load
             for load in self._new_loads

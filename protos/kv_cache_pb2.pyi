@@ -116,21 +116,23 @@ class Limits(_message.Message):
     def __init__(self, max_payload_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms")
+    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms", "recompute_us_per_block")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     keys: bytes
     first: int
     lease: bool
     wait_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    recompute_us_per_block: float
+    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers")
+    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers", "retry_ms")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     HIT_START_FIELD_NUMBER: _ClassVar[int]
     HIT_END_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +142,7 @@ class LookupReply(_message.Message):
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     RETRY_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
     present: bytes
     hit_start: int
     hit_end: int
@@ -149,7 +152,8 @@ class LookupReply(_message.Message):
     generations: bytes
     retry: bool
     missing_workers: int
-    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ...) -> None: ...
+    retry_ms: int
+    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ..., retry_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")

@@ -27,8 +27,9 @@ import numpy as np
 import xxhash
 
 from cache_server.arena import Arena
-from cache_server.cache import Attachment, Blocks, Cache, Shard
+from cache_server.cache import Cache
 from cache_server.sessions import Session
+from cache_server.values import Attachment, Blocks, Shard
 from protos import kv_cache_pb2 as pb
 from protos import kv_cache_pb2_grpc as pb_grpc
 

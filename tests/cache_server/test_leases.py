@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cache_server.leases import LEASE_MAX_AGE_S, LEASE_S, Leases
-from tests.cache_server.harness import GRANULE, Bench, chain
+from tests.cache_server.harness import GRANULE, Bench, blocks, chain
 from tests.cache_server.test_index import Book
 from tests.fakes import FakeClock
 
@@ -113,7 +113,7 @@ def test_a_lookup_promises_at_most_half_of_the_budget(clock: FakeClock) -> None:
     assert capped.present.all()
     assert bench.cache.leased_bytes == 32 * GRANULE
     assert bench.lookup(first).hit_end == 20  # leased already: costs nothing
-    none = bench.lookup(chain("first", 20)[:0] + second[12:13] * 0 + second, first=12)
+    none = bench.lookup(second, first=12)
     assert (none.hit_start, none.hit_end, none.lease_id, none.retry) == (12, 12, 0, True)
     bench.cache.release(bench.scheduler.id, [capped.lease_id])
     assert bench.lookup(second, first=12).hit_end == 20
@@ -126,13 +126,8 @@ def test_abandoned_leases_end_and_the_hit_rate_comes_back(clock: FakeClock) -> N
     for round_ in range(1000):
         keys = chain(f"{round_ % 7}", 8)
         known = bench.num_hit(keys)
-        if known < 8 and len(bench.reserve(0)) == 0:
-            slots, _ = bench.cache.reserve(bench.worker.id, 8 - known)
-            bench.cache.arena.give_back(slots)
-            for slot in slots:
-                del bench.worker.reserved[int(slot)]
-            if len(slots) == 8 - known:
-                bench.save(keys, known)
+        slots = bench.reserve(8 - known)
+        bench.cache.commit(bench.worker.id, slots, blocks(keys[: known + len(slots)], known))
         result = bench.lookup(keys)
         if round_ % 4 == 0 and result.lease_id:
             bench.cache.release(bench.scheduler.id, [result.lease_id])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cache_server.cache import ALREADY_PRESENT, STORED, Attachment, Shard
 from cache_server.errors import InvalidRequest, Mismatch, SessionEnded
 from cache_server.sessions import TICKET_S
+from cache_server.values import ALREADY_PRESENT, STORED, Attachment, Shard
 from tests.cache_server.harness import GRANULE, NAMESPACE, Bench, blocks, chain
 from tests.fakes import FakeClock
 
@@ -125,8 +125,12 @@ def test_no_hits_until_all_workers_of_the_engine_are_attached(clock: FakeClock) 
     bench.attach_worker(1, engine_id="another engine")
     assert bench.lookup(keys).missing_workers == 1
     unmapped = bench.attach_worker(1, is_mapped=False)
+    bench.cache.sessions.issue_ticket(unmapped)
     assert bench.lookup(keys).missing_workers == 1  # it has not got the segments yet
+    clock.advance(TICKET_S)
+    assert bench.lookup(keys).missing_workers == 0  # it will never have them: it streams
     bench.cache.detach(unmapped)
+    assert bench.lookup(keys).missing_workers == 1
     bench.attach_worker(1)
 
     assert bench.lookup(keys).hit_end == 3

@@ -146,7 +146,10 @@ def second_pair(
 ) -> Iterator[tuple[Engine, Recorded]]:
     streams = Engine(folder / "streams.log", **settings, kv_transfer_config=connector_config(server.port_address))
     small = recorded(
-        "small", folder, server.unix_address, {**settings, "num_gpu_blocks_override": 8, "max_num_seqs": 2}
+        "small",
+        folder,
+        server.unix_address,
+        {**settings, "num_gpu_blocks_override": 8, "max_num_seqs": 2, "max_model_len": 7 * BLOCK_SIZE},
     )
     yield streams, small
     streams.kill()

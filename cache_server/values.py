@@ -1,0 +1,100 @@
+"""What goes into and comes out of the cache: requests and answers as plain values, and the statuses of a commit.
+
+The border to protobuf is `service.py`; these types know nothing of it. Checks of single fields are where the values
+are used, because only there is known what they must agree with.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_server.arena import Slots
+from cache_server.index import Index
+
+STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One worker's part of every block, as its process describes it."""
+
+    index: int
+    payload_bytes: int
+    descriptor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Who attaches. `shard` is None for a scheduler side."""
+
+    engine_id: str
+    client_name: str
+    pid: int
+    fingerprint: bytes
+    text: str
+    key_bytes: int
+    num_shards: int
+    shard: Shard | None
+    wants_descriptors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Which blocks are present; [hit_start, hit_end) is promised, or merely present when no lease was asked.
+
+    Slots come with a lease only: without the promise they are worth nothing.
+    """
+
+    present: npt.NDArray[np.bool_]
+    hit_start: int
+    hit_end: int
+    lease_id: int
+    slots: Slots  # [num_shards][hit_end - hit_start]
+    generations: npt.NDArray[np.uint32]
+    retry: bool
+    missing_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A batch of names to give, column by column."""
+
+    keys: list[bytes]
+    parent_keys: list[bytes]
+    depths: list[int]
+    checksums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PutSlot:
+    """A slot that the server itself fills, for one payload of one Put."""
+
+    slot: int
+    flush_epoch: int
+    bytes: npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, eq=False)
+class HeldPayload:
+    """One payload that cannot be evicted until `drop_payload`; a flush shows in its generation."""
+
+    index: Index
+    row: int
+    shard: int
+    slot: int
+    generation: int
+    checksum: int  # 0: not known
+    bytes: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFigures:
+    """One namespace, for people."""
+
+    fingerprint: bytes
+    text: str
+    num_blocks: int
+    num_complete: int
+    stored_bytes: int
+    num_shards: int
