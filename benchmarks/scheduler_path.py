@@ -52,6 +52,7 @@ def scheduler_side(line: CacheClient, wait_s: float) -> SchedulerSide:
         identity_of=block_keys.identity_of,
         cannot_be_keyed=block_keys.cannot_be_keyed,
         lookup_wait_s=wait_s,
+        load_timeout_s=10.0,
     )
 
 
@@ -134,6 +135,7 @@ def _step(scheduled: dict[str, int], new: list[Any] | None = None) -> Any:
             req_ids=cached, new_block_ids=[None] * len(cached), resumed_req_ids=set()
         ),
         num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens={},
     )
 

@@ -48,6 +48,7 @@ PROBE_TIMEOUT_S = 1.0
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 SEGMENT_WAIT_S = 1.0
+WAIT_SHARE = 0.4  # of the call's deadline: how long the server may hold a lookup back for a lower tier
 POPULATE_STEP_BYTES = 1 << 20  # the kernel holds the process's mmap lock for a step, and every malloc may wait for it
 MADV_POPULATE_WRITE = 23
 
@@ -96,6 +97,7 @@ class LookupAnswer:
     generations: U32
     workers_missing: bool
     server_epoch: int
+    retry_at: float | None = None  # when more is expected to be there (monotonic seconds); None: this is all
 
     def is_present(self, block: int) -> bool:
         return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
@@ -259,6 +261,7 @@ class LookupCall:
             generations=generations.reshape(shape),
             workers_missing=reply.missing_workers > 0,
             server_epoch=self._session.server_epoch,
+            retry_at=self._client.now() + reply.retry_ms / 1000 if reply.retry and reply.retry_ms else None,
         )
 
 
@@ -430,12 +433,25 @@ class CacheClient:
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: bytes, first: int, *, lease: bool) -> LookupCall | None:
-        """Asks for the blocks named by `keys` (packed, chain order). None: there is nobody to ask."""
+    def now(self) -> float:
+        return self._clock()
+
+    def lookup(self, keys: bytes, first: int, *, lease: bool, recompute_us_per_block: float = 0.0) -> LookupCall | None:
+        """Asks for the blocks named by `keys` (packed, chain order). None: there is nobody to ask.
+
+        `recompute_us_per_block`, if measured, lets the server weigh a slow tier, or this line, against computing.
+        """
         session = self.session()
         if session is None:
             return None
-        request = kv_cache_pb2.LookupRequest(session_id=session.session_id, keys=keys, first=first, lease=lease)
+        request = kv_cache_pb2.LookupRequest(
+            session_id=session.session_id,
+            keys=keys,
+            first=first,
+            lease=lease,
+            wait_ms=int(self._call_timeout_s * 1000 * WAIT_SHARE),
+            recompute_us_per_block=recompute_us_per_block,
+        )
         sent = self._clock()
         future = self._send(session, session.stub.Lookup, request)
         if future is None:

@@ -39,12 +39,14 @@ import numpy as np
 from connector.block_keys import BlockKeys, RequestIdentity
 from connector.client import LookupAnswer
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
+from connector.prefill_rate import PrefillRate
 
 # Steps in which nothing ran, nothing was loading and a hit was offered in vain, before hits are withheld: vLLM (0.32)
 # keeps blocks reserved for a request whose load failed, and a load that does not fit beside them is never admitted.
 STALLED_STEPS = 8
 WORKERS_GRACE_S = 2.0  # after the first answer of a server: its workers may still be attaching
 EPOCH_BYTES = 16
+PATIENCE = 3.0  # a request waits at most this times what the server said that a promotion would take
 
 
 class Call(Protocol):
@@ -60,7 +62,7 @@ class Call(Protocol):
 class Client(Protocol):
     """What the scheduler side asks of the line to the server (`client.CacheClient`)."""
 
-    def lookup(self, keys: bytes, first: int, *, lease: bool) -> Call | None: ...
+    def lookup(self, keys: bytes, first: int, *, lease: bool, recompute_us_per_block: float = 0.0) -> Call | None: ...
     def release(self, lease_ids: list[int]) -> None: ...
     def renew(self, lease_ids: list[int]) -> None: ...
 
@@ -101,6 +103,7 @@ class RequestState:
     offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
     may_load: bool = True
     steps_aside: bool = False  # answers None once: its load failed, see `num_new_matched_tokens`
+    patience_until: float = 0.0  # for blocks on their way from a lower tier; 0: it has not waited yet
     unanswered_local: int = 0  # blocks [0, n) whose presence is asked for, off the path
 
 
@@ -117,6 +120,7 @@ class SchedulerSide:
         identity_of: Callable[[Any], RequestIdentity],
         cannot_be_keyed: Callable[[Any], str | None],
         lookup_wait_s: float,
+        load_timeout_s: float,
         saves: bool = True,
         loads: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -128,10 +132,13 @@ class SchedulerSide:
         self._identity_of = identity_of
         self._cannot_be_keyed = cannot_be_keyed
         self._lookup_wait_s = lookup_wait_s
+        self._load_timeout_s = load_timeout_s
         self._saves = saves
         self._loads = loads
         self._clock = clock
         self._epoch = b""
+        self._prefill_rate = PrefillRate()
+        self._last_step: tuple[float, int] = (0.0, 0)  # when the step before was planned, its prompt tokens
         self._states: dict[str, RequestState] = {}
         self._new_loads: list[LoadSpec] = []
         self._in_flight: dict[str, LoadSpec] = {}
@@ -180,6 +187,8 @@ class SchedulerSide:
             state.question = None  # asked again in the next step
             return None, False
         stop = min(answer.hit_end, limit)
+        if stop < limit and answer.retry_at is not None and self._waits_for_more(state, answer.retry_at):
+            return None, False
         if not answer.hit_start <= local < stop or question.lease_id == 0:
             return 0, False
         other = self._loading_first.get(state.keys.key(local))
@@ -215,7 +224,12 @@ class SchedulerSide:
             self._drop_question(state)
             question = None
         if question is None and limit > 0:
-            call = self._client.lookup(state.keys.packed(0, limit), min(local, limit), lease=wants_load)
+            call = self._client.lookup(
+                state.keys.packed(0, limit),
+                min(local, limit),
+                lease=wants_load,
+                recompute_us_per_block=self._prefill_rate.us_per_block(self._block_size),
+            )
             if call is None:
                 return None
             question = state.question = Question(num_tokens, call, wants_load)
@@ -241,6 +255,17 @@ class SchedulerSide:
         if self._grace[0] != server_epoch:
             self._grace = (server_epoch, now + WORKERS_GRACE_S)
         return now < self._grace[1]
+
+    def _waits_for_more(self, state: RequestState, retry_at: float) -> bool:
+        """The server promotes more of the tail, and judged that to be faster than computing it: wait, within reason."""
+        now = self._clock()
+        if not state.patience_until:
+            state.patience_until = now + min(PATIENCE * max(retry_at - now, 0.0), self._load_timeout_s)
+        if now >= state.patience_until:
+            return False
+        if now >= retry_at:
+            self._drop_question(state)  # asked again in the next step
+        return True
 
     def _drop_question(self, state: RequestState) -> None:
         question, state.question = state.question, None
@@ -308,6 +333,7 @@ class SchedulerSide:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
+        self._time_step(scheduler_output)
         for request_id in scheduler_output.preempted_req_ids or ():
             self._preempted(request_id)
         saves: list[SaveSpec] = []
@@ -345,6 +371,14 @@ class SchedulerSide:
         plan = StepPlan(loads, tuple(saves), self._names, frozenset(self._cancelled))
         self._new_loads, self._names, self._cancelled = [], {}, set()
         return plan
+
+    def _time_step(self, scheduler_output: Any) -> None:
+        """A step lasts until the next one is planned. Its prompt tokens: all but one per request."""
+        now = self._clock()
+        planned, num_prompt_tokens = self._last_step
+        self._prefill_rate.observe(num_prompt_tokens, now - planned)
+        num_scheduled = scheduler_output.total_num_scheduled_tokens
+        self._last_step = (now, num_scheduled - len(scheduler_output.num_scheduled_tokens))
 
     def salvage_plan(self) -> StepPlan:
         """For a `build_plan` that failed: loads still go out, for requests wait for them; block tables are in doubt."""

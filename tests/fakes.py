@@ -171,7 +171,7 @@ class FakeCacheClient:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def lookup(self, keys: bytes, first: int, *, lease: bool) -> FakeCall | None:
+    def lookup(self, keys: bytes, first: int, *, lease: bool, recompute_us_per_block: float = 0.0) -> FakeCall | None:
         if self.server.down:
             return None
         self.server.calls["lookup"] += 1
