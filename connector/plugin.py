@@ -54,6 +54,8 @@ KNOWN_HOOKS = frozenset(
 )
 # A field of SchedulerOutput that came with 0.26, together with block-major pages on GPU and CPU.
 FIRST_SUPPORTED_MARK = "kv_cache_block_copies"
+# Slots reserved ahead are worth at least this: steps of small models are shorter than it takes to ask for more.
+MIN_BYTES_AHEAD = 32 << 20
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,6 +117,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             raise SystemExit(f"prefixd: {error}") from None
         self._reported: set[str] = set()
+        self._block_pool: Any = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._client: CacheClient | None = None
@@ -267,9 +270,16 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(True, _reset_by_switching_off)
     def reset_cache(self) -> bool:
+        """Called by vLLM right after it tried to reset its own prefix cache, which it can only when all blocks are
+        free: else the engine goes on hitting blocks of before the reset."""
         if self._scheduler is not None:
-            self._scheduler.reset_cache()
+            pool = self._block_pool
+            all_free = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1  # the null block
+            self._scheduler.reset_cache(old_blocks_stay=not all_free)
         return True
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._block_pool = gpu_block_pool
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
@@ -304,7 +314,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             layout,
             block_size=block_size,
             shard=self._shard,
-            slots_ahead=2 * max_blocks_per_step,
+            slots_ahead=max(2 * max_blocks_per_step, MIN_BYTES_AHEAD // layout.payload_bytes),
             staging_bytes=self._config.staging_bytes,
             load_timeout_s=self._config.load_timeout_ms / 1000,
         )

@@ -101,6 +101,7 @@ class RequestState:
     tainted: bool = False
     question: Question | None = None
     offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
+    num_local: int = 0  # leading blocks that the engine itself had when it last asked
     may_load: bool = True
     steps_aside: bool = False  # answers None once: its load failed, see `num_new_matched_tokens`
     patience_until: float = 0.0  # for blocks on their way from a lower tier; 0: it has not waited yet
@@ -137,6 +138,7 @@ class SchedulerSide:
         self._loads = loads
         self._clock = clock
         self._epoch = b""
+        self._old_blocks_stay = False
         self._prefill_rate = PrefillRate()
         self._last_step: tuple[float, int] = (0.0, 0)  # when the step before was planned, its prompt tokens
         self._states: dict[str, RequestState] = {}
@@ -166,7 +168,7 @@ class SchedulerSide:
             # those behind it, loaded and holding the rest, would never run: so it goes back to the waiting queue once.
             state.steps_aside = False
             return None, False
-        local = num_computed_tokens // self._block_size
+        local = state.num_local = num_computed_tokens // self._block_size
         limit = (request.num_tokens - 1) // self._block_size  # at least one token is left to compute
         state.keys.extend(request.all_token_ids)
         wants_load = (
@@ -404,6 +406,9 @@ class SchedulerSide:
         state.block_ids = block_ids
         state.tainted = False
         state.steps_aside = False
+        if state.num_local and self._old_blocks_stay:
+            self._taint(state)
+            return
         num_there = state.request.num_computed_tokens // self._block_size
         state.next_save = num_there
         state.save_at = (num_there + 1) * self._block_size
@@ -523,13 +528,15 @@ class SchedulerSide:
         if request_id in self._in_flight:
             self._cancelled.add(request_id)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, *, old_blocks_stay: bool) -> None:
         """What this engine has stored is not valid for it any more (new weights): a fresh epoch, nothing shared.
 
         KV that running requests hold was computed before the reset: they save no more of it. Loads in flight are
-        cancelled: they carry old KV.
+        cancelled: they carry old KV. `old_blocks_stay`: the engine could not clear its own cache; then whatever it
+        hits there may be old, and what is computed upon it too: neither is saved, until a reset that clears it.
         """
         self._epoch = os.urandom(EPOCH_BYTES)
+        self._old_blocks_stay = old_blocks_stay
         for request_id in self._in_flight:
             self.forget(request_id)  # its local hits are old too: nothing of it is saved before it is asked for anew
         for state in self._states.values():

@@ -122,22 +122,8 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """Ends all processes of the engine: told first, so that they remove their shared memory, then killed."""
-        for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-            deadline = time.monotonic() + patience_s
-            while self._group_exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-        self._process.wait()
-
-    def _group_exists(self) -> bool:
-        self._process.poll()  # a zombie of ours counts as a member
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        """Ends all processes of the engine."""
+        end_group(self._process)
 
     def __enter__(self) -> Self:
         try:
@@ -181,6 +167,26 @@ class Engine:
     def _obituary(self, what: str) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([what, f"the end of {self.log}:", *lines[-60:]])
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Ends a process and all others of its group: told first, so that they remove their shared memory, then killed."""
+
+    def exists() -> bool:
+        process.poll()  # a zombie of ours counts as a member
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + patience_s
+        while exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    process.wait()
 
 
 def wait_until(holds: Any, timeout_s: float, what: str) -> Any:

@@ -55,6 +55,12 @@ _SERVERS: dict[str, FakeServer] = {}
 _addresses = (f"unix:///fake/{number}" for number in itertools.count())
 
 
+def _address_of(server: FakeServer) -> str:
+    address = next(_addresses)
+    _SERVERS[address] = server
+    return address
+
+
 class FakeLineConnector(PrefixCacheConnector):
     """Our connector with a line to a FakeServer, and a record of what it was asked and answered."""
 
@@ -159,60 +165,74 @@ class PendingLoad:
 
 
 class Worker:
-    """The worker process of one engine, and what our worker side does in it.
+    """The worker process of one engine: it computes, and carries out the step plans of its connectors (`sides`).
 
-    Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `lose_block_ids`: these fail to load;
-    `loads_before_forward`: as up to vLLM 0.28.
+    Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `loads_before_forward`: as up to
+    vLLM 0.28.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, server: FakeServer | None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, servers: Sequence[FakeServer]) -> None:
         self.block_size = block_size
         self.pages: list[Page] = [[None] * block_size for _ in range(num_blocks)]
         self.running: dict[str, Running] = {}
-        self.server = server
         self.step = 0
         self.load_delay = 0
         self.commit_delay = 0
         self.withhold_loads = False
         self.loads_before_forward = False
-        self.lose_block_ids: set[int] = set()
-        self.plans: list[StepPlan] = []
-        self.num_loaded_blocks = 0
-        self.num_loads_without_lease = 0
         self.num_computed_tokens = 0
-        self._loads: list[PendingLoad] = []
-        self._cancelled: set[str] = set()
-        self._nameless: dict[int, tuple[Digest | None, ...]] = {}
-        self._commits: list[tuple[int, bytes, tuple[Digest | None, ...]]] = []
+        self.sides = [CacheSide(self, server) for server in servers]
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """The step plans of the first connector."""
+        return self.sides[0].plans
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        return sum(side.num_loaded_blocks for side in self.sides)
+
+    @property
+    def num_loads_without_lease(self) -> int:
+        return sum(side.num_loads_without_lease for side in self.sides)
 
     @property
     def num_nameless(self) -> int:
         """Gathers that wait for their name."""
-        return len(self._nameless)
+        return sum(len(side.nameless) for side in self.sides)
 
     def loading_block_ids(self) -> set[int]:
         """Blocks that a load of ours may still write."""
-        return {block_id for load in self._loads for block_id in load.spec.block_ids}
+        return {block_id for side in self.sides for load in side.loads for block_id in load.spec.block_ids}
 
     # --- one step
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """What happens on the device in one step, in its order."""
         self.step += 1
-        plan = output.kv_connector_metadata or StepPlan()
-        self.plans.append(plan)
-        self._begin(plan)
+        metadata = output.kv_connector_metadata
+        plans = getattr(metadata, "metadata", (metadata,))  # MultiConnector's are a tuple
+        with_plans = list(zip(self.sides, plans, strict=True)) if self.sides else []
+        for side, plan in with_plans:
+            side.begin(plan)
         self._follow_tables(output)
         for block_id in output.new_block_ids_to_zero or ():
             self.pages[block_id] = [None] * self.block_size
-        if self.loads_before_forward:
-            self._start_loads(plan)
+        for side, plan in with_plans if self.loads_before_forward else ():
+            side.start_loads(plan)
         sampled = {request_id: self._forward(request_id, output) for request_id in output.num_scheduled_tokens}
-        self._gather(plan)
-        if not self.loads_before_forward:
-            self._start_loads(plan)
-        finished, failed = self._end_loads()
-        self._end_commits()
+        for side, plan in with_plans:
+            side.gather(plan)
+            if not self.loads_before_forward:
+                side.start_loads(plan)
+        finished: set[str] = set()
+        failed: set[int] = set()
+        for side in self.sides:
+            ended = side.end_loads()
+            assert finished.isdisjoint(ended[0]), "two connectors report one load"
+            finished |= ended[0]
+            failed |= ended[1]
+            side.end_commits()
         request_ids = list(sampled)
         return ModelRunnerOutput(
             req_ids=request_ids,
@@ -288,52 +308,67 @@ class Worker:
         """Marks all KV that is there: it was computed with weights that are no longer the engine's."""
         self.pages = [[digest and TAINTED for digest in page] for page in self.pages]
 
-    # --- what our worker side does
 
-    def _begin(self, plan: StepPlan) -> None:
-        self._cancelled |= plan.cancelled & {load.spec.request_id for load in self._loads}
+class CacheSide:
+    """What our worker side does in a worker: gathers at the end of a step, names, loads when they are due."""
+
+    def __init__(self, worker: Worker, server: FakeServer) -> None:
+        self.server = server
+        self.plans: list[StepPlan] = []
+        self.loads: list[PendingLoad] = []
+        self.nameless: dict[int, tuple[Digest | None, ...]] = {}
+        self.num_loaded_blocks = 0
+        self.num_loads_without_lease = 0
+        self._worker = worker
+        self._cancelled: set[str] = set()
+        self._commits: list[tuple[int, bytes, tuple[Digest | None, ...]]] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._cancelled |= plan.cancelled & {load.spec.request_id for load in self.loads}
         for ticket, name in plan.names.items():
-            payload = self._nameless.pop(ticket)
+            payload = self.nameless.pop(ticket)
             if name is not None:
                 self._commit(name.key, payload)
 
-    def _gather(self, plan: StepPlan) -> None:
+    def gather(self, plan: StepPlan) -> None:
         for save in plan.saves:
             assert save.block_id, "the null block is never saved"
-            payload = tuple(self.pages[save.block_id])
+            payload = tuple(self._worker.pages[save.block_id])
             if save.name is None:
-                assert save.ticket not in self._nameless
-                self._nameless[save.ticket] = payload
+                assert save.ticket not in self.nameless
+                self.nameless[save.ticket] = payload
             else:
                 self._commit(save.name.key, payload)
 
     def _commit(self, key: bytes, payload: tuple[Digest | None, ...]) -> None:
-        self._commits.append((self.step + self.commit_delay, key, payload))
+        self._commits.append((self._worker.step + self._worker.commit_delay, key, payload))
 
-    def _end_commits(self) -> None:
-        due = [commit for commit in self._commits if commit[0] <= self.step]
-        self._commits = [commit for commit in self._commits if commit[0] > self.step]
+    def end_commits(self) -> None:
+        due = [commit for commit in self._commits if commit[0] <= self._worker.step]
+        self._commits = [commit for commit in self._commits if commit[0] > self._worker.step]
         for _, key, payload in due:
-            assert self.server is not None
             self.server.commit(key, payload)
 
-    def _start_loads(self, plan: StepPlan) -> None:
+    def start_loads(self, plan: StepPlan) -> None:
         for spec in plan.loads:
-            assert all(load.spec.request_id != spec.request_id for load in self._loads), "two loads of one request"
-            self._loads.append(PendingLoad(spec, self.step + self.load_delay))
+            assert all(load.spec.request_id != spec.request_id for load in self.loads), "two loads of one request"
+            self.loads.append(PendingLoad(spec, self._worker.step + self._worker.load_delay))
 
-    def _end_loads(self) -> tuple[set[str], set[int]]:
-        if self.withhold_loads:
-            return set(), set()
-        finished, failed = set(), set()
-        for load in [load for load in self._loads if load.due <= self.step]:
-            self._loads.remove(load)
+    def end_loads(self) -> tuple[set[str], set[int]]:
+        """(requests whose load ended, blocks that failed)"""
+        finished: set[str] = set()
+        failed: set[int] = set()
+        if self._worker.withhold_loads:
+            return finished, failed
+        for load in [load for load in self.loads if load.due <= self._worker.step]:
+            self.loads.remove(load)
             failed |= self._load(load.spec)
             finished.add(load.spec.request_id)
         return finished, failed
 
     def _load(self, spec: LoadSpec) -> set[int]:
-        if spec.request_id in self._cancelled or not spec.keys or self.server is None:
+        if spec.request_id in self._cancelled or not spec.keys:
             self._cancelled.discard(spec.request_id)
             return set(spec.block_ids)
         key_bytes = len(spec.keys) // len(spec.block_ids)
@@ -345,15 +380,11 @@ class Worker:
                 int.from_bytes(spec.slots[number * 8 : number * 8 + 8], "little"),
                 int.from_bytes(spec.generations[number * 4 : number * 4 + 4], "little"),
             )
-            if (
-                stored is None
-                or (stored.slot, stored.generation) != promised
-                or self.server.epoch != spec.server_epoch
-                or block_id in self.lose_block_ids
-            ):
+            kept = stored is not None and (stored.slot, stored.generation) == promised
+            if stored is None or not kept or self.server.epoch != spec.server_epoch:
                 failed.add(block_id)
                 continue
-            self.pages[block_id] = list(stored.payload)  # type: ignore[call-overload]
+            self._worker.pages[block_id] = list(stored.payload)  # type: ignore[call-overload]
             self.num_loaded_blocks += 1
         return failed
 
@@ -394,6 +425,7 @@ class Engine:
     """A scheduler with our connector (`server` given) or without one, and its worker.
 
     in_flight: 1 drives the Scheduler step by step, more the AsyncScheduler with that many steps not yet answered.
+    beside: under MultiConnector, a second connector of ours with a server of its own, asked before this one.
     v2: requests are announced as for Model Runner V2. late_execution: a step runs only when its answer is fetched.
     """
 
@@ -411,7 +443,7 @@ class Engine:
         max_num_batched_tokens: int = 512,
         policy: str = "recompute",
         extra_config: dict[str, Any] | None = None,
-        connector: str = "FakeLineConnector",
+        beside: FakeServer | None = None,
         num_drafts: int = 0,
         **engine_args: Any,
     ) -> None:
@@ -432,14 +464,24 @@ class Engine:
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = in_flight > 1
         transfer = config.kv_transfer_config
-        transfer.kv_connector = connector
         transfer.kv_load_failure_policy = policy
+        servers = [one for one in (beside, server) if one is not None]
         if server is None:
             config.kv_transfer_config = None
+        elif beside is None:
+            transfer.kv_connector_extra_config = {"server": _address_of(server), **(extra_config or {})}
         else:
-            address = next(_addresses)
-            _SERVERS[address] = server
-            transfer.kv_connector_extra_config = {"server": address, **(extra_config or {})}
+            children = [
+                {
+                    "kv_connector": transfer.kv_connector,
+                    "kv_connector_module_path": transfer.kv_connector_module_path,
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"server": _address_of(one)},
+                }
+                for one in servers
+            ]
+            transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
+            transfer.kv_connector_extra_config = {"connectors": children}
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)
         self.scheduler = (AsyncScheduler if in_flight > 1 else Scheduler)(
             vllm_config=config,
@@ -455,7 +497,7 @@ class Engine:
         self.scheduler.use_v2_model_runner = v2
         self.server = server
         self.block_size = block_size
-        self.worker = Worker(num_blocks, block_size, server)
+        self.worker = Worker(num_blocks, block_size, servers)
         self.outputs: list[Any] = []
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, str] = {}
@@ -469,6 +511,7 @@ class Engine:
     @property
     def connector(self) -> FakeLineConnector:
         connector = self.scheduler.connector
+        connector = getattr(connector, "_connectors", [connector])[-1]  # the last one of a MultiConnector
         assert isinstance(connector, FakeLineConnector)
         return connector
 

@@ -147,3 +147,41 @@ def test_every_shape_saves_under_the_same_keys(model: Path) -> None:
         assert any(request.num_preemptions for request in engine.requests.values()), "positive control"
 
     assert all(store == stores[0] for store in stores)
+
+
+def test_beside_another_connector_that_wins_every_load(model: Path, shape: dict[str, Any]) -> None:
+    """MultiConnector [other, ours]: ours saves all blocks once, loads nothing, holds nothing (C61)."""
+    other, ours = FakeServer(), FakeServer()
+    engine = Engine(model, ours, beside=other, num_blocks=14, **shape)
+    engine.finish("first", range(100))
+    assert set(other.blocks) == engine.check_store()
+    engine.clear_local()
+    engine.worker.load_delay = 2
+    for number in range(3):
+        engine.add(f"r{number}", [*range(100), *range(number, number + 30)], max_tokens=20)
+    engine.run()
+
+    theirs, mine = engine.worker.sides
+    assert theirs.num_loaded_blocks >= 6, "positive control"
+    assert mine.num_loaded_blocks == 0
+    assert ours.num_already_present == 0
+    assert set(ours.blocks) == set(other.blocks) == engine.check_store()
+    assert not other.held_leases()
+    engine.check_answers()
+    engine.check_idle()
+
+
+def test_beside_another_connector_that_has_nothing(model: Path, shape: dict[str, Any]) -> None:
+    """MultiConnector [other, ours]: ours loads, and what the other's server lacks is saved there."""
+    other, ours = FakeServer(), FakeServer()
+    engine = Engine(model, ours, beside=other, **shape)
+    engine.finish("first", range(100))
+    engine.clear_local()
+    other.blocks.clear()
+    engine.finish("second", range(100))
+
+    theirs, mine = engine.worker.sides
+    assert (theirs.num_loaded_blocks, mine.num_loaded_blocks) == (0, 6)
+    assert set(other.blocks) == engine.check_store()
+    assert not other.held_leases()
+    engine.check_idle()

@@ -1,0 +1,118 @@
+"""As an operator meets it: vLLM's OpenAI server, the README's option, and the figures in its answers."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.engine import ENVIRONMENT, ROOT, START_S, end_group, wait_until
+from tests.engine.prefixd import Prefixd, free_port
+from tests.models import prompt
+
+
+def readme_option(server: str) -> str:
+    """The README's `--kv-transfer-config`, with the address of our server."""
+    (option,) = set(re.findall(r"--kv-transfer-config '(\{.*?\})'", (ROOT / "README.md").read_text()))
+    config = json.loads(option)
+    assert config["kv_connector_extra_config"] == {"server": "unix:///run/prefixd/prefixd.sock"}
+    return option.replace("unix:///run/prefixd/prefixd.sock", server)
+
+
+class OpenAI:
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self._url + path, timeout=60) as reply:
+            return str(reply.read().decode())
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            answer = reply.read()
+        return json.loads(answer) if answer else None
+
+    def is_ready(self) -> bool:
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        return True
+
+    def counter(self, name: str) -> float:
+        values = re.findall(rf"^{re.escape(name)}\{{.*\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(map(float, values))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefixd]:
+    with Prefixd(tmp_path_factory.mktemp("openai")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def openai(server: Prefixd, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    folder = tmp_path_factory.mktemp("api")
+    port = free_port()
+    with (folder / "api.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-prompt-tokens-details"),
+                *("--host", "127.0.0.1", "--port", str(port), "--model", settings["model"], "--dtype", "float32"),
+                *("--block-size", "32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "llama"),
+                *("--kv-transfer-config", readme_option(server.unix_address)),
+            ],
+            cwd=folder,
+            env={**os.environ, **ENVIRONMENT, "TMPDIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    api = OpenAI(port)
+    try:
+        wait_until(lambda: api.is_ready() or process.poll() is not None, START_S, "the OpenAI server is ready")
+        assert process.poll() is None, (folder / "api.log").read_text()[-4000:]
+        yield api
+    finally:
+        end_group(process)
+
+
+def test_cached_tokens_are_in_the_usage_of_the_answer(openai: OpenAI, server: Prefixd) -> None:
+    body = {"model": "llama", "prompt": prompt(7, 500), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answers = []
+    for _ in range(2):
+        answers.append(openai.post("/v1/completions", body))
+        wait_until(lambda: server.num_blocks() >= 15, 10, "all full blocks of the prompt are saved")
+        openai.post("/reset_prefix_cache")
+    first, second = answers
+
+    assert second["choices"][0]["text"] == first["choices"][0]["text"] != ""
+    assert first["usage"]["prompt_tokens_details"] in ({"cached_tokens": 0}, None)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 480
+    assert openai.counter("vllm:prefixd_loaded_tokens_total") == 480
+    assert openai.counter("vllm:prefixd_load_failed_tokens_total") == 0
+
+
+def test_a_text_goes_on_where_it_was_cached(openai: OpenAI, server: Prefixd) -> None:
+    """Through the tokenizer and with text, after the engine forgot: the longer text hits the blocks of the shorter."""
+    before = openai.counter("vllm:prefixd_loaded_tokens_total")
+    known = server.num_blocks()
+    text = "the cache keeps what was computed once " * 20
+    first = openai.post("/v1/completions", {"model": "llama", "prompt": text, "max_tokens": 4, "temperature": 0})
+    num_full = (first["usage"]["prompt_tokens"] + 3) // 32  # the last token sampled has no KV
+    wait_until(lambda: server.num_blocks() >= known + num_full, 10, "all full blocks are saved")
+    openai.post("/reset_prefix_cache")
+    second = openai.post("/v1/completions", {"model": "llama", "prompt": text + "and more", "max_tokens": 4})
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached > 0.8 * first["usage"]["prompt_tokens"]
+    assert openai.counter("vllm:prefixd_loaded_tokens_total") - before == cached
