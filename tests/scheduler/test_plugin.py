@@ -53,8 +53,9 @@ def test_right_settings_are_taken(model):
 
 
 def test_the_name_alone_is_enough_once_registered_and_settings_are_checked_then_too(model):
-    from connector.plugin import PrefixCacheConnector, register
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from connector.plugin import PrefixCacheConnector, register
 
     register()
     register()  # vLLM loads plug-ins in every process, and some processes twice
@@ -70,8 +71,9 @@ def test_the_hybrid_kv_cache_manager_stays_on(model):
 
 
 def test_every_hook_of_the_installed_vllm_is_known():
-    from connector.plugin import unknown_hooks
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from connector.plugin import unknown_hooks
 
     class OfTomorrow(KVConnectorBase_V1):
         def teleport_blocks(self) -> None: ...
@@ -81,8 +83,9 @@ def test_every_hook_of_the_installed_vllm_is_known():
 
 
 def test_a_scheduler_output_of_before_0_26_is_too_old():
-    from connector.plugin import is_too_old
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from connector.plugin import is_too_old
 
     @dataclasses.dataclass
     class Of025:
