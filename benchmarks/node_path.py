@@ -82,7 +82,7 @@ class Bench:
         raise RuntimeError(f"{self.stored} blocks stored of {self.round * NUM_BLOCKS}")
 
     def ask(self) -> LookupAnswer:
-        call = self.asker.lookup(self._keys(), 0, lease=True)
+        call = self.asker.lookup(self._keys(), 0, lease=True, recompute_us_per_block=1e6)
         assert call is not None
         call.wait(5)
         answer = call.answer()

@@ -261,6 +261,11 @@ class Arena:
         """What a client would read now."""
         return int(self._cuts[slot >> 32].segment.generations[slot & 0xFFFFFFFF]) if slot >> 32 in self._cuts else -1
 
+    def generations(self, slot: int) -> npt.NDArray[np.uint32]:
+        """The generation of a slot where it lies: one number that any thread may read, also after a recut."""
+        cut, _ = self._locate(slot)
+        return cut.segment.generations[slot & 0xFFFFFFFF : (slot & 0xFFFFFFFF) + 1]
+
     def payload(self, slot: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot, not copied."""
         cut, _ = self._locate(slot)

@@ -5,6 +5,7 @@ is not here is never wrong, only absent.
 
     attach ─▶ lookup ─▶ (lease) ─▶ the client copies or `get`s ─▶ release
            ─▶ reserve ─▶ the client copies ─▶ commit                    or  put
+           ─▶ lookup ─▶ tail: what is absent ─▶ promoted from the tier below ─▶ lookup
 
 Everything is synchronous, in domain values, on one thread: each method sees and leaves a consistent state, and
 whoever calls it may be a coroutine, a test or a benchmark. Time and random ids are passed in.
@@ -14,12 +15,16 @@ has room (later: `retry`); an empty segment of another class; then blocks have t
 share takes the coldest segment from one that has more than its share; else it evicts its own oldest blocks. A class
 without sessions has no share to defend, but is robbed of blocks only that are older than the robber's own.
 
-Not here: threads, sockets, protobuf, tiers below memory. New segments are touched by the server (`Arena`), which
+Tiers below are told by nobody here. What they have to hear of is in `take_untold`: payloads that got a name, and
+payloads that are used again after `tell_every_s`, so that they are not forgotten there while they are hot here.
+
+Not here: threads, sockets, protobuf, the tiers themselves. New segments are touched by the server (`Arena`), which
 asks `arena.wants_segment`. Cuts that clients have to hear of are in `arena.take_assigned()`.
 """
 
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -42,6 +47,7 @@ from cache_server.values import (
     HeldPayload,
     LookupResult,
     NamespaceFigures,
+    PayloadName,
     PutSlot,
 )
 
@@ -53,6 +59,16 @@ _NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 TAKE_EVERY_S = 1.0  # how often a class looks for a cold segment of others after it found none
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What a lookup asked for and memory does not have: keys from the first absent block on, chained."""
+
+    namespace: Namespace
+    keys: list[bytes]
+    parent_key: bytes  # of the first of them
+    depth: int  # of the first of them
+
+
 class Cache:
     """Namespaces, sessions and leases over one arena."""
 
@@ -62,7 +78,9 @@ class Cache:
         now: Callable[[], float] = monotonic,
         new_id: Callable[[], int] = lambda: secrets.randbits(64) or 1,
         new_ticket: Callable[[], bytes] = lambda: secrets.token_bytes(16),
+        tell_every_s: float | None = None,
     ) -> None:
+        """`tell_every_s`: how often a tier below has to hear of a block that is used; None: there is no such tier."""
         self.arena = arena
         self.counters = Counters()
         self.sessions = Sessions(now, new_id, new_ticket)
@@ -70,6 +88,8 @@ class Cache:
         self._now = now
         self._namespaces: dict[bytes, Namespace] = {}
         self._age = 0  # of the youngest use so far
+        self._tell_every_s = tell_every_s
+        self._untold: list[PayloadName] = []
 
     @property
     def max_payload_bytes(self) -> int:
@@ -149,20 +169,23 @@ class Cache:
 
     # --- lookup and leases ----------------------------------------------------------------------------------
 
-    def lookup(self, session_id: int, packed_keys: bytes, first: int, lease: bool) -> LookupResult:
-        """Which blocks are complete, and a promise for the run around block `first`."""
+    def lookup(
+        self,
+        session_id: int,
+        packed_keys: bytes,
+        first: int,
+        lease: bool,
+        min_hit_blocks: int = 0,
+        max_hit_blocks: int | None = None,
+    ) -> LookupResult:
+        """Which blocks are complete, and a promise for the run around block `first`.
+
+        From `first` on at most `max_hit_blocks` are promised, and fewer than `min_hit_blocks` are not worth it.
+        """
         session = self.sessions.attached(session_id)
-        index = session.namespace.index
-        check_packed("keys", packed_keys, index.key_bytes)
-        num_keys = len(packed_keys) // index.key_bytes
-        if first > num_keys:
-            raise InvalidRequest(f"first is {first}, but there are {num_keys} keys")
-        self.expire()
-        rows = index.find(packed_keys)
-        present = index.complete[rows]
-        start, end = _run_around(present, first)
+        index, rows, present, start, end = self._find(session, packed_keys, first)
+        num_keys = len(rows)
         self._check_distinct(rows[start:end])
-        self._touch(index, rows[:end])
 
         missing_workers = self.sessions.missing_workers(session)
         retry = False
@@ -170,7 +193,13 @@ class Cache:
             start = end = first
             self.counters.lookups_without_workers += 1
         elif lease and end > start:
+            if max_hit_blocks is not None:
+                end = min(end, first + max_hit_blocks)
+            if first < end < first + min_hit_blocks or (end == first and max_hit_blocks == 0):
+                start = end = first
+                self.counters.gate_stream_shut += 1
             start, end, retry = self._cap(session.namespace, rows, start, first, end)
+            self._tell_of_use(session.namespace, rows[start:end])
         promised = rows[start:end]
         lease_id = 0
         if lease and len(promised):
@@ -191,19 +220,52 @@ class Cache:
             missing_workers,
         )
 
+    def tail(self, session_id: int, packed_keys: bytes, first: int) -> Tail | None:
+        """What this lookup would not find, for a session whose workers are all here. None: nothing, or they are not.
+
+        What it would find is used now: whatever comes to extend it must not push it out.
+        """
+        session = self.sessions.attached(session_id)
+        index, rows, _, _, end = self._find(session, packed_keys, first)
+        if end == len(rows) or self.sessions.missing_workers(session):
+            return None
+        size = index.key_bytes
+        keys: list[bytes] = np.frombuffer(packed_keys[end * size :], dtype=f"V{size}").tolist()
+        return Tail(session.namespace, keys, packed_keys[(end - 1) * size : end * size] if end else bytes(size), end)
+
+    def _find(
+        self, session: Session, packed_keys: bytes, first: int
+    ) -> tuple[Index, Rows, npt.NDArray[np.bool_], int, int]:
+        """Rows, which of them are complete, and the run [start, end) around `first`; up to its end they are used."""
+        index = session.namespace.index
+        check_packed("keys", packed_keys, index.key_bytes)
+        num_keys = len(packed_keys) // index.key_bytes
+        if first > num_keys:
+            raise InvalidRequest(f"first is {first}, but there are {num_keys} keys")
+        self.expire()
+        rows = index.find(packed_keys)
+        present = index.complete[rows]
+        start, end = _run_around(present, first)
+        self._touch(index, rows[:end])
+        return index, rows, present, start, end
+
     def _cap(self, namespace: Namespace, rows: Rows, start: int, first: int, end: int) -> tuple[int, int, bool]:
         """Shorten [start, end) to what may still be leased: what the engine has itself goes first, then the tail."""
         index = namespace.index
         if (end - start) * index.num_shards > MAX_LOOKUP_SLOTS:
             start = first
             end = min(end, first + MAX_LOOKUP_SLOTS // index.num_shards)
-        room = (int(self.arena.budget_bytes * LEASED_SHARE) - self.leased_bytes) // namespace.block_bytes
+        room = self.leasable_blocks(namespace)
         fresh = np.cumsum(index.num_leases[rows[start:end]] == 0)
         if len(fresh) == 0 or fresh[-1] <= room:
             return start, end, False
         fresh = np.cumsum(index.num_leases[rows[first:end]] == 0)
         self.counters.leases_capped += 1
         return first, first + int(np.searchsorted(fresh, max(room, 0), side="right")), True
+
+    def leasable_blocks(self, namespace: Namespace) -> int:
+        """How many more blocks may be promised."""
+        return (int(self.arena.budget_bytes * LEASED_SHARE) - self.leased_bytes) // namespace.block_bytes
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """End leases of this session."""
@@ -269,6 +331,7 @@ class Cache:
             status = self._name(namespace, worker.shard, slot, blocks, position)
             if status == STORED:
                 del session.reserved[slot]
+                self._tell_of_commit(namespace, blocks.keys[position], worker)
             statuses.append(status)
         return bytes(statuses)
 
@@ -292,6 +355,7 @@ class Cache:
             self._age,
             self._now(),
         )
+        index.told_at[index.row(key)] = self._now()
         self.counters.commits_stored += 1
         return STORED
 
@@ -306,17 +370,23 @@ class Cache:
             self._touch(namespace.index, np.array([namespace.index.row(key)]))
             self.counters.commits_already_present += 1
             return ALREADY_PRESENT
-        slots, retry = self._find_room(namespace, worker.slot_class, 1)
+        return self._slot_to_fill(namespace, worker.slot_class)
+
+    def _slot_to_fill(self, namespace: Namespace, slot_class: SlotClass) -> PutSlot | int | None:
+        slots, retry = self._find_room(namespace, slot_class, 1)
         if not len(slots):
             return None if retry and self.arena.is_growing else DROPPED
         slot = int(slots[0])
-        return PutSlot(slot, namespace.flush_epoch, self.arena.payload(slot, worker.slot_class.payload_bytes))
+        return PutSlot(slot, namespace.flush_epoch, self.arena.payload(slot, slot_class.payload_bytes))
 
     def put_commit(self, session: Session, put: PutSlot, blocks: Blocks, position: int, is_intact: bool) -> int:
         """The payload is complete. Whatever the status, the slot is not the caller's any more."""
         status = REFUSED
         if is_intact and session.is_attached and put.flush_epoch == session.namespace.flush_epoch:
-            status = self._name(session.namespace, _worker_of(session).shard, put.slot, blocks, position)
+            worker = _worker_of(session)
+            status = self._name(session.namespace, worker.shard, put.slot, blocks, position)
+            if status == STORED:
+                self._tell_of_commit(session.namespace, blocks.keys[position], worker)
         else:
             self.counters.commits_refused += 1
             self.counters.put_checksum_mismatches += not is_intact
@@ -326,9 +396,59 @@ class Cache:
 
     def put_abandon(self, session: Session, put: PutSlot) -> None:
         """The payload will not come; nobody else writes there, so the slot is free at once."""
+        self._free_unfilled(session.namespace, put)
+
+    def _free_unfilled(self, namespace: Namespace, put: PutSlot) -> None:
         self.arena.give_back(np.array([put.slot], dtype=np.uint64))
-        if self.sessions.find(session.id) is None:
-            self._forget_if_idle(session.namespace)
+        self._forget_if_idle(namespace)
+
+    # --- promote: payloads come from the tier below -----------------------------------------------------------
+
+    def promote_slot(self, namespace: Namespace, key: bytes, shard: int) -> PutSlot | int | None:
+        """Like `put_slot`: a slot, ALREADY_PRESENT or DROPPED, None for later. No session: nobody waits for it."""
+        if self._namespaces.get(namespace.fingerprint) is not namespace:
+            return DROPPED
+        if namespace.index.has(key, shard):
+            return ALREADY_PRESENT
+        return self._slot_to_fill(namespace, namespace.shards[shard].slot_class)
+
+    def promote_commit(self, namespace: Namespace, shard: int, put: PutSlot, blocks: Blocks, position: int) -> int:
+        """The payload is here and verified. Whatever the status, the slot is not the caller's any more."""
+        status = REFUSED
+        if put.flush_epoch == namespace.flush_epoch:
+            status = self._name(namespace, shard, put.slot, blocks, position)
+        if status != STORED:
+            self._free_unfilled(namespace, put)
+        return status
+
+    def promote_abandon(self, namespace: Namespace, put: PutSlot) -> None:
+        """It will not come, and its last writer is done."""
+        self._free_unfilled(namespace, put)
+
+    # --- what the tier below has to hear of -------------------------------------------------------------------
+
+    def take_untold(self) -> list[PayloadName]:
+        """Payloads that got a name since the last call, and those used again after a long time, tails first."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _tell_of_commit(self, namespace: Namespace, key: bytes, worker: Worker) -> None:
+        if self._tell_every_s is not None:
+            name = PayloadName(namespace.fingerprint, key, worker.shard, worker.slot_class.payload_bytes)
+            self._untold.append(name)
+
+    def _tell_of_use(self, namespace: Namespace, rows: Rows) -> None:
+        """A chain without its head is worth nothing, so the head is told of last and forgotten last."""
+        if self._tell_every_s is None:
+            return
+        index = namespace.index
+        due = rows[index.told_at[rows] <= self._now() - self._tell_every_s]
+        index.told_at[due] = self._now()
+        for row in due[::-1].tolist():
+            key = index.key(row)
+            for shard, layout in namespace.shards.items():
+                name = PayloadName(namespace.fingerprint, key, shard, layout.slot_class.payload_bytes)
+                self._untold.append(name)
 
     # --- get: the server reads ------------------------------------------------------------------------------
 
@@ -337,25 +457,36 @@ class Cache:
         index = session.namespace.index
         worker = _worker_of(session)
         row = index.row(key)
-        slot = int(index.slots[row, worker.shard])
-        if not slot:
+        held = self._hold(index, row, worker.shard, worker.slot_class.payload_bytes)
+        if held is None:
             self.counters.get_missing += 1
+        else:
+            self._touch(index, np.array([row]))
+        return held
+
+    def hold_named(self, name: PayloadName) -> HeldPayload | None:
+        """The same for the tier below, which is no use of the block."""
+        namespace = self._namespaces.get(name.namespace)
+        layout = namespace.shards.get(name.shard) if namespace else None
+        if namespace is None or layout is None or layout.slot_class.payload_bytes != name.num_bytes:
             return None
-        self._touch(index, np.array([row]))
+        return self._hold(namespace.index, namespace.index.row(name.key), name.shard, name.num_bytes)
+
+    def _hold(self, index: Index, row: int, shard: int, payload_bytes: int) -> HeldPayload | None:
+        slot = int(index.slots[row, shard])
+        if not slot:
+            return None
         index.hold(np.array([row]))
         return HeldPayload(
             index,
             row,
-            worker.shard,
+            shard,
             slot,
-            int(index.generations[row, worker.shard]),
-            int(index.checksums[row, worker.shard]),
-            self.arena.payload(slot, worker.slot_class.payload_bytes),
+            int(index.generations[row, shard]),
+            int(index.checksums[row, shard]),
+            self.arena.payload(slot, payload_bytes),
+            self.arena.generations(slot),
         )
-
-    def is_intact(self, held: HeldPayload) -> bool:
-        """What was copied since `hold_payload` is the payload; a flush is the only thing that can change that."""
-        return self.arena.generation(held.slot) == held.generation
 
     def note_checksum(self, held: HeldPayload, checksum: int) -> None:
         """It was computed from the bytes."""

@@ -1,18 +1,40 @@
 """`prefixd serve` and `prefixd stats`.
 
 Settings are checked before anything heavy is imported, mapped or bound: a wrong one costs one line on stderr and exit
-status 2. A server that cannot start (socket in use, port taken) and one that cannot be reached: one line, status 1.
+status 2; so does a Redis that answers and refuses them. A server that cannot start (socket in use, port taken) and one
+that cannot be reached: one line, status 1.
 """
 
 import json
 import logging
+import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from cache_server.cgroup import memory_limit
-from cache_server.config import DEFAULT_LISTEN, DEFAULT_MEMORY, ConfigError, check_limit, parse_address, parse_config
+from cache_server.config import (
+    DEFAULT_GATE_SHARE,
+    DEFAULT_LISTEN,
+    DEFAULT_MEMORY,
+    ConfigError,
+    check_limit,
+    parse_address,
+    parse_config,
+)
+from cache_server.process_title import hide_argument
+from cache_server.redis_config import (
+    DEFAULT_CONNECTIONS,
+    DEFAULT_PREFIX,
+    DEFAULT_QUEUE,
+    DEFAULT_TIMEOUT,
+    DEFAULT_TTL,
+    PASSWORD_VARIABLE,
+    RedisOptions,
+    parse_redis,
+    password_in,
+)
 
 STATS_TIMEOUT_S = 5.0
 
@@ -32,10 +54,37 @@ def main() -> None:
     help="unix:///PATH or HOST:PORT; may be repeated.",
 )
 @click.option("--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="With a unit: 512MiB, 20GiB.")
-def serve(listen: tuple[str, ...], memory: str) -> None:
+@click.option(
+    "--redis",
+    "url",
+    metavar="URL",
+    help="Keep blocks there too: redis://HOST:PORT/DB, rediss://, unix:///PATH, redis+cluster://HOST:PORT,…, "
+    "redis+sentinel://HOST:PORT,…/MASTER.",
+)
+@click.option("--redis-password-file", metavar="FILE", help=f"Or the environment: {PASSWORD_VARIABLE}.")
+@click.option("--redis-ca-file", metavar="FILE", help="rediss://: who is trusted.  [default: the system's]")
+@click.option("--redis-cert-file", metavar="FILE", help="rediss://: our certificate, if Redis asks for one.")
+@click.option("--redis-key-file", metavar="FILE", help="rediss://: its key.")
+@click.option("--redis-ttl", metavar="TIME", help=f"How long unused blocks stay.  [default: {DEFAULT_TTL}]")
+@click.option("--redis-prefix", metavar="TEXT", help=f"Of all keys.  [default: {DEFAULT_PREFIX}]")
+@click.option("--redis-connections", type=int, help=f"For payloads, per node.  [default: {DEFAULT_CONNECTIONS}]")
+@click.option("--redis-queue", metavar="SIZE", help=f"What may wait to be written.  [default: {DEFAULT_QUEUE}]")
+@click.option("--redis-timeout", metavar="TIME", help=f"Without a byte from it.  [default: {DEFAULT_TIMEOUT}]")
+@click.option(
+    "--gate-share",
+    type=float,
+    default=DEFAULT_GATE_SHARE,
+    show_default=True,
+    help="A hit from a slower tier is promised if loading it takes less than this share of recomputing it.",
+)
+def serve(listen: tuple[str, ...], memory: str, gate_share: float, url: str | None, **redis: Any) -> None:
     """Serve until SIGTERM."""
     try:
-        config = parse_config(listen, memory)
+        if url is not None:
+            hide_argument(password_in(url))
+        options = RedisOptions(url, **{name.removeprefix("redis_"): value for name, value in redis.items()})
+        redis_config = parse_redis(options, os.environ)
+        config = parse_config(listen, memory, gate_share)
         check_limit(config, memory_limit())
     except ConfigError as error:
         _fail(2, str(error))
@@ -46,7 +95,9 @@ def serve(listen: tuple[str, ...], memory: str) -> None:
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        asyncio.run(server.serve(config))
+        asyncio.run(server.serve(config, redis_config))
+    except ConfigError as error:
+        _fail(2, str(error))
     except server.StartError as error:
         _fail(1, str(error))
 

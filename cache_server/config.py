@@ -3,7 +3,7 @@
 A wrong setting is refused, never adjusted: `ConfigError` names the key, the value and what is allowed, on one
 line. A number of bytes without a unit is refused because `--memory 10` means something else to everybody.
 
-Not here: environment variables, files, defaults that depend on the machine.
+Not here: Redis (`redis_config.py`), environment variables, files, defaults that depend on the machine.
 """
 
 import re
@@ -15,6 +15,7 @@ MIN_MEMORY_BYTES = 64 << 20  # one smallest segment
 BASE_BYTES = 128 << 20  # what the process needs beside the budget: interpreter, grpc, index, messages in flight
 DEFAULT_LISTEN = "unix:///run/prefixd/prefixd.sock"
 DEFAULT_MEMORY = "2GiB"
+DEFAULT_GATE_SHARE = 0.8
 _MAX_UNIX_PATH = 107 - len(".fd")  # sun_path is 108 bytes with its zero; the descriptor socket adds ".fd"
 _UNITS = {
     "KiB": 1 << 10,
@@ -74,6 +75,7 @@ class ServerConfig:
 
     listen: tuple[Address, ...]
     memory_bytes: int
+    gate_share: float = DEFAULT_GATE_SHARE
 
     def __post_init__(self) -> None:
         if not self.listen:
@@ -82,14 +84,17 @@ class ServerConfig:
             raise ConfigError("listen", " ".join(map(str, self.listen)), "every address may be given once")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise ConfigError("memory", str(self.memory_bytes), "at least 64MiB (one segment)")
+        if not 0 < self.gate_share <= 10:
+            allowed = "a number above 0, at most 10; 0.8 means: loading is to take 20 % less time than recomputing"
+            raise ConfigError("gate-share", str(self.gate_share), allowed)
 
 
-def parse_config(listen: Sequence[str], memory: str) -> ServerConfig:
+def parse_config(listen: Sequence[str], memory: str, gate_share: float = DEFAULT_GATE_SHARE) -> ServerConfig:
     """Strings of the command line become a `ServerConfig` or a `ConfigError`."""
     memory_bytes = parse_size("memory", memory)
     if memory_bytes < MIN_MEMORY_BYTES:
         raise ConfigError("memory", memory, "at least 64MiB (one segment)")
-    return ServerConfig(tuple(parse_address("listen", text) for text in listen), memory_bytes)
+    return ServerConfig(tuple(parse_address("listen", text) for text in listen), memory_bytes, gate_share)
 
 
 def check_limit(config: ServerConfig, limit_bytes: int | None) -> None:

@@ -12,7 +12,7 @@ Invariants:
 
 Ages (`last_use`) are ordinal numbers handed in by the cache, larger is younger; the head of a chain is younger than
 its tail. Why columns: a lookup of 8,192 keys reads and writes four of them in microseconds, and a block costs
-about 160 bytes instead of 300. Rows of a chain are neighbours most of the time; `find` uses that and compares whole
+about 170 bytes instead of 300. Rows of a chain are neighbours most of the time; `find` uses that and compares whole
 runs of keys at once.
 
 Not here: memory. Slots are numbers; who removes a block gives its slots back to the arena.
@@ -63,6 +63,7 @@ class Index:
         self.num_children = np.zeros(0, dtype=np.int32)
         self.num_leases = np.zeros(0, dtype=np.int32)
         self.last_use = np.zeros(0, dtype=np.int64)
+        self.told_at = np.zeros(0, dtype=np.float64)  # seconds: when the tier below was last told of the block
         self.num_present = np.zeros(0, dtype=np.int32)
         self.complete = np.zeros(0, dtype=np.bool_)
         self.reachable = np.zeros(0, dtype=np.bool_)

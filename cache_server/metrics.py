@@ -3,6 +3,8 @@
 Plain integers, written on the event loop only, never reset. Gauges (bytes stored, reserved, leased) are not
 here: they are sums over state that exists anyway and are computed when asked for.
 
+Where the tier below is concerned, `lower_tier.py` adds gauges to the same map (redis_up, redis_bytes_per_s, …).
+
 The equation that must hold: lookup_hit_blocks + lookup_missed_blocks == lookup_asked_blocks.
 """
 
@@ -51,6 +53,27 @@ class Counters:
     sessions_refused: int = 0  # Attach calls that did not
     sessions_ended: int = 0  # sessions that are over, their slots given back
     reserved_slots_returned: int = 0  # slots without a name that came back when their session ended
+
+    gate_open: int = 0  # tails found in Redis that were promised: loading them pays
+    gate_shut: int = 0  # tails that were not asked for or not loaded, because recomputing is expected to be faster
+    gate_cut: int = 0  # tails whose loading was stopped on the way: it turned out slower than recomputing
+    gate_stream_shut: int = 0  # lookups whose memory hits were not promised: the engine's stream is too slow for them
+
+    promoted_payloads: int = 0  # payloads that came from Redis and got their name
+    promoted_bytes: int = 0  # of those
+    promotions_missed: int = 0  # payloads that Redis had when asked and not when loaded
+    promotions_dropped: int = 0  # payloads for which there was no room in memory, or whose namespace was flushed
+    promotions_failed: int = 0  # payloads whose load ended with a failure of Redis or of the line to it
+    integrity_failures: int = 0  # values that did not verify; they were misses and are deleted
+
+    redis_asked_blocks: int = 0  # blocks whose presence in Redis was asked for by lookups
+    redis_present_blocks: int = 0  # of those: there with all their shards
+    redis_saved_payloads: int = 0  # payloads written to Redis
+    redis_saved_bytes: int = 0  # of those, without headers
+    redis_already_present: int = 0  # queued payloads that Redis had; their TTL was refreshed
+    redis_queue_dropped: int = 0  # queued payloads pushed out by younger ones, or left behind at the end
+    redis_saves_evicted: int = 0  # queued payloads that memory did not have any more when their turn came
+    redis_saves_refused: int = 0  # payloads that Redis refused: full, or another error
 
     def as_dict(self) -> dict[str, int]:
         """By name, for the wire."""

@@ -1,8 +1,9 @@
 """The composition root: one event loop, one arena, one cache, all addresses; from start to drained exit.
 
-Start: refuse what cannot work (a live server on the socket, a port in use) with one line; touch the first segment,
-so that whoever sees 'ready' can save at once; serve. Stop, on SIGTERM or SIGINT: health says NOT_SERVING, clients
-get a Closing event, calls in flight may finish for GRACE_S, socket files go, exit status 0.
+Start: refuse what cannot work (a live server on the socket, a port in use, a Redis that refuses the password) with one
+line; touch the first segment, so that whoever sees 'ready' can save at once; serve. Stop, on SIGTERM or SIGINT: health
+says NOT_SERVING, clients get a Closing event, calls in flight may finish for GRACE_S, what is queued for Redis is
+written for DRAIN_S at most, socket files go, exit status 0.
 
 Not here: what is served (`service.py`), the command line (`cli.py`).
 """
@@ -26,13 +27,19 @@ from grpc_reflection.v1alpha import reflection
 
 from cache_server.arena import Arena
 from cache_server.cache import Cache
-from cache_server.config import Address, ServerConfig, TcpAddress, UnixAddress
+from cache_server.config import Address, ConfigError, ServerConfig, TcpAddress, UnixAddress
 from cache_server.descriptors import DescriptorServer
+from cache_server.gate import Gate
 from cache_server.growth import Growth
+from cache_server.lower_tier import LowerTier
+from cache_server.redis_config import RedisConfig
+from cache_server.redis_topology import TierRefusedError
 from cache_server.service import SERVICE_NAME, Service
 from protos import __version__
 
 GRACE_S: Final = 3.0
+DRAIN_S: Final = 20.0  # with GRACE_S less than the 30 s that Kubernetes waits before it kills
+TELL_PER_TTL: Final = 4  # how often within a TTL Redis hears of a block that is used in memory
 TICK_S: Final = 1.0  # how late a deadline may be noticed when nothing else happens
 RECEIVE_LIMIT_BYTES: Final = 16 << 20  # grpc's own; ours (MAX_MESSAGE_BYTES) answers with the figures
 
@@ -56,7 +63,7 @@ class StartError(Exception):
     """The server cannot start here; the message says why, on one line."""
 
 
-async def serve(config: ServerConfig) -> None:
+async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -69,9 +76,11 @@ async def serve(config: ServerConfig) -> None:
     for address in config.listen:
         _claim(address)
     arena = Arena(config.memory_bytes)
-    cache = Cache(arena)
+    cache = Cache(arena, tell_every_s=redis.ttl_s / TELL_PER_TTL if redis else None)
     growth = Growth(arena)
-    service = Service(cache, growth, secrets.randbits(64) or 1, __version__)
+    gate = Gate(config.gate_share)
+    lower = await _connect(redis, cache, growth, gate) if redis else None
+    service = Service(cache, growth, secrets.randbits(64) or 1, __version__, gate, lower)
     server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = health.aio.HealthServicer()
@@ -113,17 +122,31 @@ async def serve(config: ServerConfig) -> None:
         await health_servicer.enter_graceful_shutdown()
         service.drain("the server is shutting down")
         await server.stop(GRACE_S)
+        if lower is not None:
+            await lower.drain(DRAIN_S)
         _log.info("stopped")
     finally:
         growth.close()
         for task in background:
             task.cancel()
         await server.stop(0)
+        if lower is not None:
+            await lower.close()
         # In this order: as long as the descriptor socket answers, no other server takes the path we remove.
         for path in paths:
             path.unlink(missing_ok=True)
         for descriptors in descriptor_servers:
             descriptors.close()
+
+
+async def _connect(redis: RedisConfig, cache: Cache, growth: Growth, gate: Gate) -> LowerTier:
+    lower = LowerTier(redis, cache, growth, gate)
+    try:
+        await lower.start()
+    except TierRefusedError as error:
+        await lower.close()
+        raise ConfigError("redis", redis.text, str(error)) from None
+    return lower
 
 
 async def _tick(cache: Cache) -> None:

@@ -8,15 +8,18 @@ of CHUNK_BYTES or one batch of names, so lookups wait for little.
 Bounds: at most MAX_DATA_STREAMS each of Get and Put move bytes at a time, the others wait; a peer that moves nothing
 for STALL_S loses its stream. So the memory that streams need beside the slots is bounded whatever clients do.
 
-`kv_group` is accepted and not kept: no rule here depends on it yet. `LookupRequest.wait_ms` is accepted and means
-nothing yet: there is no tier below memory to wait for. `lease_id` of Get is not needed either: a payload is held while
-it is sent, and between payloads the scheduler side's lease holds it.
+Lookup is the one call that may take its time: `LowerTier.extend` holds it back, within `wait_ms`, for blocks that come
+from Redis. What it then answers is what memory has at that moment.
+
+`kv_group` is accepted and not kept: no rule here depends on it yet. `lease_id` of Get is not needed either: a payload
+is held while it is sent, and between payloads the scheduler side's lease holds it.
 
 Not here: `cache.py` knows what the calls mean, `server.py` where they arrive.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from inspect import isawaitable
 from typing import Any, Final
 
 import grpc
@@ -28,8 +31,11 @@ from cache_server import wire
 from cache_server.cache import Cache, check_packed
 from cache_server.descriptors import DescriptorServer
 from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
+from cache_server.gate import STREAM_FILL_BYTES, Gate, StreamGate
 from cache_server.growth import Growth
 from cache_server.leases import LEASE_S
+from cache_server.lower_tier import LowerTier
+from cache_server.promotion import NOTHING
 from cache_server.segments import Segment
 from cache_server.sessions import Session
 from cache_server.values import DROPPED, Attachment, Blocks, HeldPayload, PutSlot, Shard
@@ -58,13 +64,23 @@ _Method = Callable[[Any, Any], Awaitable[Any]]
 class Service:
     """The ten calls of `protos/kv_cache.proto` over one cache."""
 
-    def __init__(self, cache: Cache, growth: Growth, server_epoch: int, server_version: str) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        growth: Growth,
+        server_epoch: int,
+        server_version: str,
+        gate: Gate,
+        lower: LowerTier | None = None,
+    ) -> None:
         self._cache = cache
         self._growth = growth
+        self._lower = lower
         self._epoch = server_epoch
         self._version = server_version
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
+        self._streams = StreamGate(gate, self._loop.time)
         self._descriptors: list[DescriptorServer] = []
         self._closing: dict[int, asyncio.Future[str]] = {}  # session id → why its Attach stream ends
         self._is_draining = False
@@ -74,15 +90,18 @@ class Service:
     def handler(self) -> Any:
         """All calls, for `grpc.aio.Server.add_generic_rpc_handlers`."""
 
-        def unary(request: type[Message], method: Callable[[Any], Message]) -> Any:
+        def unary(request: type[Message], method: Callable[[Any], Message | Awaitable[Message]]) -> Any:
             async def call(raw: bytes, context: _Context) -> bytes:
                 try:
                     reply = method(_parse(request, raw))
+                    if isawaitable(reply):
+                        reply = await reply
                 except RequestError as error:
                     await context.abort(_CODES[type(error)], str(error))
                     raise
                 finally:
                     self._growth.nudge()
+                    self._tell()
                 serialized: bytes = reply.SerializeToString()
                 return serialized
 
@@ -127,6 +146,7 @@ class Service:
             del self._closing[session.id]
             if not self._is_draining:
                 self._cache.detach(session)
+                self._streams.keep_only({session.engine_id for session in self._cache.sessions})
 
     def _limits(self, session: Session) -> pb.Limits:
         slot_class = session.worker.slot_class if session.worker else None
@@ -180,10 +200,31 @@ class Service:
                 for descriptors in self._descriptors:
                     descriptors.announce(session.id, cut.segment)
 
+    def _tell(self) -> None:
+        """The tier below hears of what got a name or is used again."""
+        if self._lower is not None:
+            self._lower.told(self._cache.take_untold())
+
     # --- names ----------------------------------------------------------------------------------------------
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
-        result = self._cache.lookup(request.session_id, request.keys, request.first, request.lease)
+    async def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        outlook = NOTHING
+        # Whether blocks are present is asked to decide what to save: what lies in Redis only may be saved again.
+        if self._lower is not None and request.lease:
+            outlook = await self._lower.extend(
+                request.session_id,
+                request.keys,
+                request.first,
+                request.wait_ms / 1000,
+                request.recompute_us_per_block,
+            )
+        session = self._cache.sessions.attached(request.session_id)
+        limits: tuple[int, int | None] = (0, None)
+        if payload_bytes := self._cache.sessions.streamed_payload_bytes(session):
+            limits = self._streams.limits(session.engine_id, payload_bytes, request.recompute_us_per_block)
+        result = self._cache.lookup(request.session_id, request.keys, request.first, request.lease, *limits)
+        # Slots that were taken for promoted payloads may lie in a segment that nobody heard of yet.
+        self._announce()
         return pb.LookupReply(
             present=np.packbits(result.present, bitorder="little").tobytes(),
             hit_start=result.hit_start,
@@ -192,7 +233,8 @@ class Service:
             lease_ms=int(LEASE_S * 1000) if result.lease_id else 0,
             slots=result.slots.astype("<u8", copy=False).tobytes(),
             generations=result.generations.astype("<u4", copy=False).tobytes(),
-            retry=result.retry,
+            retry=result.retry or outlook.retry,
+            retry_ms=outlook.retry_ms,
             missing_workers=result.missing_workers,
         )
 
@@ -215,7 +257,10 @@ class Service:
         return pb.CommitReply(statuses=self._cache.commit(session.id, slots, _blocks(session, request)))
 
     def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        return pb.FlushReply(num_blocks=self._cache.flush(request.fingerprint))
+        num_blocks = self._cache.flush(request.fingerprint)
+        if self._lower is not None:
+            self._lower.flush(request.fingerprint)
+        return pb.FlushReply(num_blocks=num_blocks)
 
     # --- bytes ----------------------------------------------------------------------------------------------
 
@@ -224,6 +269,7 @@ class Service:
         session = self._cache.sessions.attached(request.session_id)
         if session.worker is None:
             raise InvalidRequest("a scheduler session has no shard: it cannot get")
+        started_at, num_bytes, num_moved = 0.0, 0, 0
         async with self._gets:
             for index, key in enumerate(_split("keys", request.keys, session.namespace.key_bytes)):
                 held = self._cache.hold_payload(session, key)
@@ -232,8 +278,15 @@ class Service:
                     continue
                 try:
                     await self._send_payload(context, index, held)
+                    # Measured from when the buffers on the way are full.
+                    if num_bytes >= STREAM_FILL_BYTES:
+                        num_moved += len(held.bytes)
+                    else:
+                        started_at = self._loop.time()
+                    num_bytes += len(held.bytes)
                 finally:
                     self._cache.drop_payload(held)
+        self._streams.note(session.engine_id, num_moved, self._loop.time() - started_at)
 
     async def _send_payload(self, context: _Context, index: int, held: HeldPayload) -> None:
         counters = self._cache.counters
@@ -243,13 +296,13 @@ class Service:
                 checksum = await asyncio.to_thread(xxhash.xxh3_64_intdigest, payload)
             else:
                 checksum = xxhash.xxh3_64_intdigest(payload)
-            if self._cache.is_intact(held):
+            if held.is_intact:
                 self._cache.note_checksum(held, checksum)
         for offset in range(0, len(payload), CHUNK_BYTES):
             data = payload[offset : offset + CHUNK_BYTES]
             message = wire.join_get_chunk(index, offset, 0 if offset else held.checksum, data)
             # Checked after the copy: from here on the bytes are ours.
-            if not self._cache.is_intact(held):
+            if not held.is_intact:
                 counters.get_missing += 1
                 await _write(context, wire.join_get_missing(index))
                 return
@@ -301,6 +354,7 @@ class Service:
                         if isinstance(target, PutSlot):
                             put, target = target, 0
                             statuses.append(self._finish(session, put, blocks, position, hasher.intdigest()))
+                            self._tell()
                         else:
                             counters.put_dropped += target == DROPPED
                             statuses.append(target)
@@ -348,7 +402,7 @@ class Service:
             stored_bytes=cache.arena.stored_bytes,
             reserved_bytes=cache.arena.reserved_bytes,
             leased_bytes=cache.leased_bytes,
-            counters=cache.counters.as_dict(),
+            counters=cache.counters.as_dict() | (self._lower.figures() if self._lower is not None else {}),
             namespaces=[
                 pb.NamespaceStats(
                     fingerprint=figures.fingerprint,

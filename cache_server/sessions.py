@@ -140,6 +140,20 @@ class Sessions:
         }
         return asking.namespace.num_shards - len(ready)
 
+    def streamed_payload_bytes(self, asking: Session) -> int:
+        """The largest payload that a worker of the asking session's engine gets through a stream; 0: all are mapped."""
+        return max(
+            (
+                session.worker.slot_class.payload_bytes
+                for session in self._sessions.values()
+                if session.worker is not None
+                and not session.is_mapped
+                and session.engine_id == asking.engine_id
+                and session.namespace is asking.namespace
+            ),
+            default=0,
+        )
+
     # --- tickets --------------------------------------------------------------------------------------------
 
     def issue_ticket(self, session: Session) -> bytes:

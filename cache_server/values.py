@@ -5,6 +5,7 @@ are used, because only there is known what they must agree with.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,15 @@ from cache_server.arena import Slots
 from cache_server.index import Index
 
 STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
+
+
+class PayloadName(NamedTuple):
+    """Names a payload in every tier, together with its size. A tuple, because commits make them by the thousand."""
+
+    namespace: bytes
+    key: bytes
+    shard: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,12 @@ class HeldPayload:
     generation: int
     checksum: int  # 0: not known
     bytes: npt.NDArray[np.uint8]
+    generations: npt.NDArray[np.uint32]  # of this slot: one number, read by any thread
+
+    @property
+    def is_intact(self) -> bool:
+        """What was copied since `hold_payload` is the payload; a flush is the only thing that can change that."""
+        return int(self.generations[0]) == self.generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def run_engine(which: str, folder: Path, model: Path, server: Prefixd, seed: int
     try:
         with phase(f"starting the {which} engine"):
             engine.wait_ready()
+            wait_until(lambda: server.attached(2), 30, "worker and scheduler side are attached to the server")
             # Less than a block, and another one for each engine: warms up, saves and loads nothing.
             engine.generate_one(prompt(seed, BLOCK_SIZE // 2), max_tokens=2)
         with phase(f"the {which} engine answers {NUM_PROMPT_TOKENS:,} tokens"):

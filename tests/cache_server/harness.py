@@ -175,7 +175,12 @@ class Bench:
 class ServerProcess:
     """`python -m cache_server serve` on a Unix socket and a free port; ends with the `with` block."""
 
-    def __init__(self, folder: Path, memory: str = "256MiB") -> None:
+    def __init__(
+        self, folder: Path, memory: str = "256MiB", *options: str, environment: dict[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.options = options
+        self.environment = {**os.environ, **(environment or {})}
         self.socket_path = folder / "prefixd.sock"
         self.unix = f"unix://{self.socket_path}"
         self.tcp = ""
@@ -188,9 +193,10 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "cache_server", "serve", "--memory", self._memory),
-                    *("--listen", self.unix, "--listen", "127.0.0.1:0"),
+                    *("--listen", self.unix, "--listen", "127.0.0.1:0", *self.options),
                 ],
                 cwd=ROOT,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -335,8 +341,22 @@ class Client:
 
     # --- names
 
-    def lookup(self, keys: Sequence[bytes], first: int = 0, lease: bool = True) -> Any:
-        request = pb.LookupRequest(session_id=self.id, keys=b"".join(keys), first=first, lease=lease)
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        first: int = 0,
+        lease: bool = True,
+        wait_ms: int = 0,
+        recompute_us_per_block: float = 0.0,
+    ) -> Any:
+        request = pb.LookupRequest(
+            session_id=self.id,
+            keys=b"".join(keys),
+            first=first,
+            lease=lease,
+            wait_ms=wait_ms,
+            recompute_us_per_block=recompute_us_per_block,
+        )
         return self.stub.Lookup(request, timeout=TIMEOUT_S)
 
     def reserve(self, num_slots: int) -> tuple[list[int], bool]:

@@ -22,21 +22,25 @@ def test_after_a_restart_every_rank_loads_its_own_shard(tmp_path: Path, settings
                 environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
                 **settings,
                 tensor_parallel_size=2,
-                kv_transfer_config=connector_config(server.unix_address),
+                # Two workers that wait for work by `sched_yield`, each bound to one of two cores: while the scheduler
+                # asks again and again, the server was seen to get no processor for seconds. So it waits in one go.
+                kv_transfer_config=connector_config(server.unix_address, lookup_wait_ms=500),
             )
 
         with two_ranks("first") as engine:
+            wait_until(lambda: server.attached(3), 10, "both ranks and the scheduler side are attached")
             first = engine.generate_one(asked, max_tokens=12)
             wait_until(lambda: server.num_blocks() == 9, 10, "nine blocks with both shards")
         (namespace,) = server.stats().namespaces
         assert (namespace.num_shards, namespace.num_blocks) == (2, 9)
 
         with two_ranks("second") as engine:
+            wait_until(lambda: server.attached(3), 10, "both ranks and the scheduler side are attached")
             second = engine.generate_one(asked, max_tokens=12)
             third = engine.generate_one(other, max_tokens=12)
             loaded = [engine.metric(LOADED, shard=shard) for shard in ("0", "1")]
 
-    assert loaded == [288, 288]
     assert second.num_cached_tokens == 288
+    assert loaded == [288, 288]
     assert first.token_ids == second.token_ids == cold(asked, 12)
     assert third.token_ids == cold(other, 12)

@@ -12,7 +12,7 @@ PACKAGES = ("cache_server", "connector", "protos")
 ONLY_IN = {
     "vllm": {"connector/plugin.py", "connector/metrics.py"},
     "torch": {"connector/kv_layout.py", "connector/transfer.py"},
-    "redis": {"cache_server/redis_tier.py"},
+    "redis": {"cache_server/redis_line.py"},
     "grpc": {
         "cache_server/cli.py",
         "cache_server/server.py",

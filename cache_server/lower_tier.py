@@ -1,0 +1,100 @@
+"""Everything below memory, put together: the tier, its gate, what goes down and what comes up.
+
+    service ── told(names) ──▶ write behind ──▶ Redis
+            ── extend(lookup) ─▶ promotion ◀── Redis          gate: what it delivers against what recomputing costs
+
+Also here, because only the composition sees both sides: the probe at start and while the gate is shut, and the figures.
+
+Not here: any of the work. A server without `--redis` has no object of this class, and asks nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from cache_server.cache import Cache
+from cache_server.gate import Gate
+from cache_server.growth import Growth
+from cache_server.promotion import Outlook, Promotion
+from cache_server.redis_config import RedisConfig
+from cache_server.redis_lanes import TierDownError
+from cache_server.redis_tier import RedisTier
+from cache_server.values import PayloadName
+from cache_server.write_behind import WriteBehind
+
+PROBE_EVERY_S: Final = 10.0  # while the gate is shut or nothing was measured
+_FIRST_PROBE_S: Final = 3.0  # what the start waits for it
+
+
+class LowerTier:
+    """Redis, as the service sees it."""
+
+    def __init__(self, config: RedisConfig, cache: Cache, growth: Growth, gate: Gate) -> None:
+        self._cache = cache
+        self.tier = RedisTier(config)
+        self._write_behind = WriteBehind(cache, self.tier, config.queue_bytes)
+        self._promotion = Promotion(cache, self.tier, gate, growth.wait, growth.nudge, time.monotonic)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Connect and measure. TierRefusedError: the settings are wrong; a tier that is down is no error."""
+        await self.tier.start()
+        tasks = (self.tier.watch(), self._write_behind.run(), self._probe_when_shut())
+        self._tasks = [asyncio.create_task(task) for task in tasks]
+        if self.tier.is_up:
+            with suppress(TierDownError, TimeoutError):
+                async with asyncio.timeout(_FIRST_PROBE_S):
+                    await self.tier.probe()
+
+    def told(self, names: Sequence[PayloadName]) -> None:
+        """These got a name, or are used again."""
+        if names:
+            self._write_behind.add(names)
+
+    async def extend(
+        self, session_id: int, packed_keys: bytes, first: int, wait_s: float, recompute_us: float
+    ) -> Outlook:
+        """Bring up what memory lacks for a lookup; returns when the lookup should be answered."""
+        return await self._promotion.extend(session_id, packed_keys, first, wait_s, recompute_us)
+
+    def flush(self, namespace: bytes) -> None:
+        """Nothing of the namespace goes down or comes up that was on its way. What Redis has stays there."""
+        self._write_behind.forget(namespace)
+        self._promotion.flush(namespace)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Write what is queued, then stop."""
+        await self._write_behind.drain(timeout_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop now."""
+        for task in self._tasks:
+            task.cancel()
+        self.tier.close()
+        await self._promotion.close()
+
+    async def _probe_when_shut(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            if self.tier.is_up and (self._promotion.has_shut or not self.tier.estimate.bytes_per_s):
+                self._promotion.has_shut = False
+                with suppress(TierDownError):
+                    await self.tier.probe()
+
+    def figures(self) -> dict[str, int]:
+        """Gauges, by name, for the wire."""
+        estimate = self.tier.estimate
+        return {
+            "redis_up": int(self.tier.is_up),  # 1: it answers
+            "redis_downs": self.tier.num_downs,  # how often it was lost since the start
+            "redis_bytes_per_s": int(estimate.bytes_per_s),  # what loading was measured at; 0: not measured
+            "redis_latency_us": int(estimate.latency_s * 1e6),  # of a question
+            "redis_queue_payloads": len(self._write_behind),  # waiting to be written
+            "redis_queue_bytes": self._write_behind.num_bytes,  # of those
+            "redis_loading_bytes": self._promotion.bytes_ahead,  # promised and on their way up
+            "gate_load_us": self._promotion.load_us,  # the last decision: expected time to load
+            "gate_recompute_us": self._promotion.recompute_us,  # the last decision: time to recompute
+        }
