@@ -100,10 +100,11 @@ class Bench:
         segment_bytes: int = 16 * GRANULE,
         payload_bytes: int = GRANULE,
         num_shards: int = 1,
+        tell_every_s: float | None = None,
     ) -> None:
         ids = itertools.count(1)
         self.arena = Arena(num_segments * segment_bytes, segment_bytes)
-        self.cache = Cache(self.arena, now, lambda: next(ids), lambda: next(ids).to_bytes(16, "little"))
+        self.cache = Cache(self.arena, now, lambda: next(ids), lambda: next(ids).to_bytes(16, "little"), tell_every_s)
         self.payload_bytes = payload_bytes
         self.num_shards = num_shards
         self.workers = [self.attach_worker(shard) for shard in range(num_shards)]

@@ -10,10 +10,7 @@ from tests.fakes import FakeClock
 
 def telling(clock: FakeClock, tell_every_s: float = 100.0) -> Bench:
     """A bench whose cache has a tier below."""
-    bench = Bench(clock)
-    # The bench makes its cache itself; only this one setting differs.
-    bench.cache._tell_every_s = tell_every_s
-    return bench
+    return Bench(clock, tell_every_s=tell_every_s)
 
 
 def packed(keys: list[bytes]) -> bytes:
