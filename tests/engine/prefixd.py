@@ -29,8 +29,9 @@ def free_port() -> int:
 class Prefixd:
     """Its addresses are known before it is started, so that engines can be told of it first."""
 
-    def __init__(self, folder: Path, *, memory: str = "1GiB") -> None:
+    def __init__(self, folder: Path, *options: str, memory: str = "1GiB") -> None:
         self.memory = memory
+        self.options = options  # more of `prefixd serve`
         self.log = folder / "prefixd.log"
         self.unix_address = f"unix://{folder / 'prefixd.sock'}"
         self.port_address = f"127.0.0.1:{free_port()}"
@@ -48,6 +49,7 @@ class Prefixd:
                 [
                     *(sys.executable, "-m", "cache_server", "serve", "--memory", self.memory),
                     *("--listen", self.unix_address, "--listen", self.port_address),
+                    *self.options,
                 ],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
