@@ -139,6 +139,7 @@ class SchedulerSide:
         self._clock = clock
         self._epoch = b""
         self._old_blocks_stay = False
+        self._has_waited = False  # for an answer, in this step
         self._prefill_rate = PrefillRate()
         self._last_step: tuple[float, int] = (0.0, 0)  # when the step before was planned, its prompt tokens
         self._states: dict[str, RequestState] = {}
@@ -235,8 +236,11 @@ class SchedulerSide:
             if call is None:
                 return None
             question = state.question = Question(num_tokens, call, wants_load)
-            if wants_load:
-                call.wait(self._lookup_wait_s)
+        if question is not None and question.call is not None and wants_load and not self._has_waited:
+            # Once per step, however many requests wait: a scheduler that has nothing else to do would spin, and take
+            # the processor from those who are to answer.
+            self._has_waited = True
+            question.call.wait(self._lookup_wait_s)
         return question
 
     def _has_expired(self, question: Question) -> bool:
@@ -336,6 +340,7 @@ class SchedulerSide:
 
     def build_plan(self, scheduler_output: Any) -> StepPlan:
         self._time_step(scheduler_output)
+        self._has_waited = False
         for request_id in scheduler_output.preempted_req_ids or ():
             self._preempted(request_id)
         saves: list[SaveSpec] = []
