@@ -36,6 +36,7 @@ logger = logging.getLogger("prefixd.connector")
 NUM_LOAD_THREADS = 2
 MIN_PART_BYTES = 16 << 20  # a load of more than this is shared by the threads: two copy twice as fast as one
 SAVER_IDLE_S = 0.5  # how often the saver looks at the slot pool without being woken
+UNATTACHED_PAUSE_S = 0.03  # and at the session, while there is none: the first request after a start is to be saved
 RESERVE_PAUSE_S = 0.05  # before asking again for slots that the server did not have
 MAX_COMMIT_BATCH = 1024
 DRAIN_S = 3.0  # what shutdown grants to queued commits
@@ -367,7 +368,9 @@ class WorkerSide:
     def _reserve_ahead(self) -> float:
         """Keeps the pool of a mapped session filled. Returns how long the saver may rest, in seconds."""
         lane = self._current_lane()
-        if lane is None or not lane.session.mapped or self._stopping:
+        if lane is None:
+            return UNATTACHED_PAUSE_S
+        if not lane.session.mapped or self._stopping:
             return SAVER_IDLE_S
         slot_bytes = lane.memory.granules_per_slot * SLOT_GRANULE
         target = min(self._slots_ahead, lane.session.limits.max_reserved_bytes // slot_bytes)

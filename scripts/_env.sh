@@ -13,6 +13,10 @@ venv=$root/.venv
 vllm_version=0.32.0 # of the CPU build that demo and tests run
 cd "$root"
 
+# A company's own certificate authority is usually known to the system only; uv, which tests use too, does not look there
+# by itself.
+if [ -z "${SSL_CERT_FILE:-}" ] && [ -e /etc/ssl/certs/ca-certificates.crt ]; then export UV_SYSTEM_CERTS=1; fi
+
 fail() {
   printf 'error: %s\n' "$*" >&2
   exit 1
@@ -82,8 +86,6 @@ find_uv() {
 install_packages() {
   local uv=$1 python=$2 overrides=$scratch/overrides.txt wheels
   wheels=${PIP_FIND_LINKS:-$("$python" -m pip config get global.find-links 2>/dev/null || true)}
-  # A company's own certificate authority is usually known to the system only; uv does not look there by itself.
-  if [ -z "${SSL_CERT_FILE:-}" ] && [ -e /etc/ssl/certs/ca-certificates.crt ]; then export UV_SYSTEM_CERTS=1; fi
   # Audio, image and video support of the engine: 300 MB that nothing here uses.
   printf "%s; sys_platform == 'never'\n" torchaudio torchvision torchcodec >"$overrides"
   local install=("$uv" pip install --python "$venv/bin/python" --overrides "$overrides")
