@@ -132,7 +132,7 @@ async def test_a_huge_value_costs_no_memory(redis_server: RedisServer) -> None:
     with redis_server.client() as client:
         client.setrange(redis_key(KEYS[0]), (200 << 20) - 1, b"x")
         client.set(redis_key(KEYS[1]), value_of(KEYS[1]))
-    async with tier(redis_server.url, connections=1) as redis:
+    async with tier(redis_server.url, connections=1, timeout="5s") as redis:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         results = await asyncio.gather(load(redis, KEYS[0]), load(redis, KEYS[1]))
 
