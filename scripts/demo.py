@@ -52,7 +52,8 @@ def phase(what: str) -> Iterator[None]:
     started = time.monotonic()
 
     def line(text: str, end: str = "\n") -> None:
-        print(f"\r[{time.monotonic() - began:4.0f}s] {text}", end=end, file=sys.stderr, flush=True)
+        start = "\r" if terminal else ""
+        print(f"{start}[{time.monotonic() - began:4.0f}s] {text}", end=end, file=sys.stderr, flush=True)
 
     def spin() -> None:
         if terminal:
