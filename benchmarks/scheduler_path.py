@@ -5,11 +5,16 @@
 1. A new prompt of 131,072 tokens in blocks of 16, all of which the server has: keys plus lookup, from the scheduler's
    first question to the answer "load so many tokens".
 2. A step with 256 decoding requests: `build_plan` alone, on a step that fills no block and on one where every
-   request fills one. The same loop without the connector is vLLM's own and is not in these figures.
+   request fills one, with stand-ins for vLLM's requests and nothing else in the processor's caches.
+3. The same on vLLM's real Scheduler, sixteen blocks in each step: `build_connector_meta`, and the whole `schedule()`
+   with the connector beside one without, in turn. The wire is a fake: a decoding step asks nothing.
 """
 
 import argparse
+import logging
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +129,9 @@ def main() -> None:
         side = scheduler_side(line, wait_s=0.001)
         rows = decode_steps(side, 20 * args.rounds)
     table(f"build_plan with {NUM_DECODING} decoding requests", ["", "median µs", "p99 µs"], rows)
+    rows = [real_steps(shape, 10 * args.rounds) for shape in ("V1", "V2", "V2, two steps in flight")]
+    header = ["", "build_connector_meta µs", "p99", "schedule() µs", "without connector", "difference"]
+    table(f"real Scheduler with {NUM_DECODING} decoding requests, medians", header, rows)
 
 
 def _step(scheduled: dict[str, int], new: list[Any] | None = None) -> Any:
@@ -172,6 +180,49 @@ def decode_steps(side: SchedulerSide, num_steps: int) -> list[list[str]]:
                 kind = title if fills else "no block fills"
                 rows.append([kind, f"{median(values) * 1e6:.0f}", f"{np.percentile(values, 99) * 1e6:.0f}"])
     return rows
+
+
+def real_steps(shape: str, num_steps: int) -> list[str]:
+    """One line of the table: vLLM's Scheduler with our connector and without, step by step in turn."""
+    logging.disable(logging.WARNING)
+    from tests.fakes import FakeServer
+    from tests.scheduler.conftest import write_configuration
+    from tests.scheduler.harness import SHAPES, Engine
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_configuration(Path(folder))
+        engines = [
+            Engine(model, one, num_blocks=9000, max_num_seqs=NUM_DECODING, max_num_batched_tokens=8192, **SHAPES[shape])
+            for one in (FakeServer(), None)
+        ]
+    in_flight = SHAPES[shape].get("in_flight", 1)
+    meta: list[float] = []
+    build = engines[0].connector.build_connector_meta
+
+    def timed_build(output: Any) -> Any:
+        started = time.perf_counter()
+        plan = build(output)
+        meta.append(time.perf_counter() - started)
+        return plan
+
+    engines[0].connector.build_connector_meta = timed_build  # type: ignore[method-assign]
+    for engine in engines:
+        for i in range(NUM_DECODING):
+            engine.add(f"r{i}", range(i, i + 64 + i % BLOCK_SIZE), max_tokens=400)
+    schedule: list[list[float]] = [[], []]
+    queues: list[list[Any]] = [[], []]
+    for _ in range(num_steps):
+        for engine, times, queue in zip(engines, schedule, queues, strict=True):
+            started = time.perf_counter()
+            queue.append(engine.scheduler.schedule())
+            times.append(time.perf_counter() - started)
+            if len(queue) == in_flight:
+                output = queue.pop(0)
+                engine.scheduler.update_from_output(output, engine.anything(output))
+    warm = num_steps // 10
+    with_it, without = (median(times[warm:]) * 1e6 for times in schedule)
+    figures = [median(meta[warm:]) * 1e6, np.percentile(meta[warm:], 99) * 1e6, with_it, without, with_it - without]
+    return [shape, *(f"{figure:.0f}" for figure in figures)]
 
 
 if __name__ == "__main__":

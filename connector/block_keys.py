@@ -19,6 +19,7 @@ Not here: the namespace (`namespace.py`), and the engine's own `Request.block_ha
 rank and change with version, Python and PYTHONHASHSEED. Partial blocks have no key.
 """
 
+import functools
 import hashlib
 import struct
 import sys
@@ -36,6 +37,7 @@ KEY_BYTES: dict[str, int] = {"xxh3_128": 16, "sha256": 32}
 _ROOT_MAGIC = b"prefixd root 1"
 _U32 = struct.Struct("<I")
 _NO_EXTRA_FIELDS = _U32.pack(0)
+_WRONG_ID = "a token id is not an integer in [0, 2**32): {}"
 _ABSENT, _PRESENT = b"\x00", b"\x01"
 
 
@@ -89,10 +91,20 @@ def root_key(fingerprint: bytes, identity: RequestIdentity, epoch: bytes, hash_n
     )
 
 
-class BlockKeys:
-    """The keys of one sequence. It grows as tokens become known and never forgets: a sequence only appends."""
+@functools.cache  # shared by all requests: what is used in every step stays in the processor's cache
+def _one_block(block_size: int) -> struct.Struct:
+    """How many token ids, the token ids, no extra fields."""
+    return struct.Struct(f"<{1 + block_size + 1}I")
 
-    __slots__ = ("_extra_fields", "_hash", "_key_bytes", "_keys", "_root", "block_size")
+
+class BlockKeys:
+    """The keys of one sequence. It grows as tokens become known and never forgets: a sequence only appends.
+
+    `_chain` is the root and the keys, one after the other: each entry is the parent of the next. `_tail` is its last
+    key with its parent: those of the block that a decoding request has just filled.
+    """
+
+    __slots__ = ("_chain", "_extra_fields", "_hash", "_key_bytes", "_num_blocks", "_one_block", "_tail", "block_size")
 
     def __init__(
         self, root: bytes, block_size: int, hash_name: str, features: Iterable[MultimodalFeature] = ()
@@ -102,41 +114,57 @@ class BlockKeys:
         self._hash = hash_function(hash_name)
         assert len(root) == key_bytes, f"root of {len(root)} bytes == {key_bytes} bytes of {hash_name}"
         self._key_bytes = key_bytes
-        self._root = root
-        self._keys = bytearray()
+        self._chain = bytearray(root)
+        self._tail = (root, b"")
+        self._num_blocks = 0
+        self._one_block = _one_block(block_size)
         self._extra_fields = _extra_fields(features, block_size)
         self.block_size = block_size
 
     def __len__(self) -> int:
         """The number of full blocks known."""
-        return len(self._keys) // self._key_bytes
+        return self._num_blocks
 
     def extend(self, token_ids: Sequence[int]) -> int:
         """Hash the blocks that `token_ids`, the whole sequence known so far, fills anew. Returns their total number.
 
         Earlier blocks are not read again: a caller whose sequence was rewritten starts a new object.
         """
-        first, stop = len(self), len(token_ids) // self.block_size
+        size = self.block_size
+        first, stop = self._num_blocks, len(token_ids) // size
         if stop <= first:
             return first
-        data = _little_endian_u32(token_ids[first * self.block_size : stop * self.block_size])
-        block_bytes = self.block_size * _U32.size
-        num_token_ids = _U32.pack(self.block_size)
+        key = parent = self._tail[0]
+        if stop == first + 1 and not self._extra_fields:  # decoding fills one at a time
+            try:
+                block = self._one_block.pack(size, *token_ids[first * size : stop * size], 0)
+            except struct.error as error:
+                raise ValueError(_WRONG_ID.format(error)) from None
+            key = self._hash(key + block)
+            self._chain += key
+            self._tail = (key, parent)
+            self._num_blocks = stop
+            return stop
+        data = _little_endian_u32(token_ids[first * size : stop * size])
+        block_bytes = size * _U32.size
+        num_token_ids = _U32.pack(size)
         hash_bytes, extra_fields, no_extra_fields = self._hash, self._extra_fields, _NO_EXTRA_FIELDS
-        key = self.key(first - 1) if first else self._root
-        keys: list[bytes] = []
         # 131,072 token ids are 8,192 turns of this loop on vLLM's scheduler thread: no call but the hash's.
         if extra_fields:
             for number in range(first, stop):
                 start = (number - first) * block_bytes
                 extra = extra_fields.get(number, no_extra_fields)
-                key = hash_bytes(key + num_token_ids + data[start : start + block_bytes] + extra)
-                keys.append(key)
+                key, parent = hash_bytes(key + num_token_ids + data[start : start + block_bytes] + extra), key
+                self._chain += key
         else:
+            keys = [parent]
             for start in range(0, len(data), block_bytes):
                 key = hash_bytes(key + num_token_ids + data[start : start + block_bytes] + no_extra_fields)
                 keys.append(key)
-        self._keys += b"".join(keys)
+            self._chain += b"".join(keys[1:])
+            parent = keys[-2]
+        self._tail = (key, parent)
+        self._num_blocks = stop
         return stop
 
     def key(self, number: int) -> bytes:
@@ -145,12 +173,21 @@ class BlockKeys:
 
     def parent(self, number: int) -> bytes:
         """The key that block `number` extends; the root for block 0."""
-        return self.key(number - 1) if number else self._root
+        return self.key_and_parent(number)[1]
+
+    def key_and_parent(self, number: int) -> tuple[bytes, bytes]:
+        """Both at once, for every block that is saved."""
+        if number + 1 == self._num_blocks > 0:
+            return self._tail
+        assert 0 <= number < self._num_blocks, f"0 <= {number} < {self._num_blocks} known blocks"
+        width = self._key_bytes
+        pair = bytes(self._chain[number * width : (number + 2) * width])
+        return pair[width:], pair[:width]
 
     def packed(self, start: int, stop: int) -> bytes:
         """The keys of the blocks [start, stop), one after the other: the form the wire takes them in."""
-        assert 0 <= start <= stop <= len(self), f"0 <= start {start} <= stop {stop} <= {len(self)} known blocks"
-        return bytes(self._keys[start * self._key_bytes : stop * self._key_bytes])
+        assert 0 <= start <= stop <= self._num_blocks, f"0 <= start {start} <= stop {stop} <= {len(self)} known blocks"
+        return bytes(self._chain[(start + 1) * self._key_bytes : (stop + 1) * self._key_bytes])
 
 
 def identity_of(request: Any, tenant: str = "") -> RequestIdentity:
@@ -210,7 +247,7 @@ def _little_endian_u32(token_ids: Sequence[int]) -> bytes:
     try:
         words = array("I", token_ids)
     except (OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"a token id is not an integer in [0, 2**32): {error}") from None
+        raise ValueError(_WRONG_ID.format(error)) from None
     assert words.itemsize == _U32.size, f"array('I') item of {words.itemsize} bytes == {_U32.size}"
     if sys.byteorder == "big":
         words.byteswap()

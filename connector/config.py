@@ -28,6 +28,7 @@ _SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _MAX_TEXT = 256
+_MAX_TOKENS = 1 << 32
 
 
 class ConfigError(ValueError):
@@ -58,6 +59,8 @@ class ConnectorConfig:
     lookup_timeout_ms: float = 50.0  # what a dead server costs one request, once
     load_timeout_ms: float = 10_000.0  # after which a promised load counts as failed
     lookup_wait_ms: float = 1.0  # how long the scheduler stands still for an answer before it asks again next step
+    save_decoded: bool = True  # blocks with decoded tokens too; else those that the prompt fills
+    min_load_tokens: int = 0  # a hit of fewer tokens is computed: it is not worth a load
     staging_bytes: int = 256 << 20  # host memory of a worker for blocks on their way to or from a server elsewhere
 
     @property
@@ -159,6 +162,18 @@ def _wait_ms(key: str, value: Any) -> float:
     raise ConfigError(f"{_key(key)} = {_shown(value)}: a number of milliseconds from 0 to 1000 is allowed")
 
 
+def _boolean(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{_key(key)} = {_shown(value)}: true or false is allowed")
+
+
+def _num_tokens(key: str, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
+        return value
+    raise ConfigError(f"{_key(key)} = {_shown(value)}: a whole number of tokens from 0 to {_MAX_TOKENS} is allowed")
+
+
 def _size(key: str, value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     size = int(match[1]) * _UNITS[match[2]] if match else 0
@@ -177,6 +192,8 @@ _PARSERS = {
     "lookup_timeout_ms": _timeout_ms,
     "load_timeout_ms": _timeout_ms,
     "lookup_wait_ms": _wait_ms,
+    "save_decoded": _boolean,
+    "min_load_tokens": _num_tokens,
     "staging_bytes": _size,
 }
 

@@ -2,14 +2,14 @@
 
 Owns the metadata of one engine step (`StepPlan`) and the one place that reads `SchedulerOutput`'s two shapes of
 new and resumed requests (`block_table_changes`). Everything here is data; it is pickled to the workers, so keys,
-slots and generations travel as packed bytes.
+slots and generations travel as packed bytes, and what is made for every block that fills is a plain tuple.
 
 Invariant: the block_ids in a spec belong to the request's present scheduled life. A spec is made in the step that
 carries it, or (loads) at the allocation just before.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple
 
 
@@ -30,8 +30,7 @@ class LoadSpec:
     server_epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockName:
+class BlockName(NamedTuple):
     """The key under which a block's payload is stored, and its place in the chain."""
 
     key: bytes
@@ -39,8 +38,7 @@ class BlockName:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSpec:
+class SaveSpec(NamedTuple):
     """Gather `block_id` at the end of this step. `name` None: gather now, the name follows under `ticket`."""
 
     block_id: int
@@ -60,24 +58,26 @@ class StepPlan:
 
 
 class BlockTableChange(NamedTuple):
-    """`block_ids` of KV group 0 replace a request's table (first schedule, resume) or are appended to it."""
+    """`block_ids` of KV group 0 replace a request's table (first schedule, resume) or are appended to it. Of a table
+    that is replaced the list is vLLM's: whoever keeps it copies it.
+    """
 
     request_id: str
     block_ids: list[int]
     replaces: bool
 
 
-def block_table_changes(scheduler_output: Any) -> Iterator[BlockTableChange]:
+def block_table_changes(scheduler_output: Any) -> list[BlockTableChange]:
     """Every change of a block table in this step, whichever model runner the output is for.
 
     V1 runner: a resumed request is in `resumed_req_ids` and its `new_block_ids` are the whole table. V2 runner: it
     is in `scheduled_new_reqs` again. Token ids are not read here: `prefill_token_ids` is the request's live list and
     decoded tokens are in no field at all, so the scheduler side holds the `Request` (docs/decisions/0001).
     """
-    for new in scheduler_output.scheduled_new_reqs:
-        yield BlockTableChange(new.req_id, list(new.block_ids[0]), True)
+    changes = [BlockTableChange(new.req_id, new.block_ids[0], True) for new in scheduler_output.scheduled_new_reqs]
     cached = scheduler_output.scheduled_cached_reqs
     resumed = cached.resumed_req_ids
-    for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if block_ids is not None:
-            yield BlockTableChange(request_id, list(block_ids[0]), request_id in resumed)
+    # None, no new block, is by far the most frequent: `compress` passes over it without a turn of the loop.
+    tables = compress(zip(cached.req_ids, cached.new_block_ids, strict=True), cached.new_block_ids)
+    changes += [BlockTableChange(request_id, groups[0], request_id in resumed) for request_id, groups in tables]
+    return changes

@@ -30,6 +30,7 @@ from connector.kv_layout import UnsupportedLayout, layout_of
 from connector.metrics import PrefixCachePromMetrics, PrefixCacheStats
 from connector.namespace import Namespace, features_name_content, namespace_of, why_unsupported
 from connector.plan import StepPlan
+from connector.request_options import OptionReader
 from connector.scheduler import SchedulerSide
 from connector.worker import WorkerSide
 
@@ -182,6 +183,9 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             load_timeout_s=self._config.load_timeout_ms / 1000,
             saves=self._kv_transfer_config.is_kv_producer,
             loads=self._kv_transfer_config.is_kv_consumer,
+            save_decoded=self._config.save_decoded,
+            min_load_tokens=self._config.min_load_tokens,
+            options_of=OptionReader(),
         )
 
     def _report(self, where: str, error: Exception) -> None:
@@ -371,10 +375,14 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def get_kv_connector_stats(self) -> PrefixCacheStats | None:
-        if self._worker is None:
+        """Both sides: vLLM adds what it gets from the workers and from the scheduler process in one step."""
+        if self._scheduler is not None:
+            stats = PrefixCacheStats.of_scheduler(*self._scheduler.take_counts())
+        elif self._worker is not None:
+            stats = PrefixCacheStats.of_shard(self._shard, self._worker.take_counts())
+        else:
             return None
-        counts = self._worker.take_counts()
-        return PrefixCacheStats.of(self._shard, counts) if counts else None
+        return None if stats.is_empty() else stats
 
     @guarded(None)
     def shutdown(self) -> None:

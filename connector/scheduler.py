@@ -4,7 +4,8 @@ The story of one request, in the order in which vLLM calls:
 
     num_new_matched_tokens   keys once per (request, number of tokens); one lookup; None until it is answered
     after_alloc              a positive number makes a LoadSpec for the blocks just allocated; zero lets the lease go
-    build_plan               block tables follow vLLM's; blocks that become full in this step make SaveSpecs
+    build_plan               block tables follow vLLM's; blocks that become full in this step make SaveSpecs; who was
+                             admitted without a question is asked about now: what the server has is not saved again
     loads_ended              loads that the workers reported: leases go, failures are remembered
     request_finished         names for the last nameless gathers; nothing of the request remains
 
@@ -17,8 +18,11 @@ Token ranges of one request in a step, in blocks:
                       without a name; the next plan names or discards them
 
 Invariants.
-- `block_ids` of a state belong to the request's present scheduled life; preemption empties them. A state whose table
-  is in doubt is `tainted` and saves nothing until vLLM hands out a whole new table.
+- `block_ids` of a state belong to the request's present scheduled life; preemption empties them.
+- A state is `tainted` when its table is in doubt, or its blocks hold KV of before a reset, or will when a load ends,
+  ours or another connector's. It saves nothing until vLLM asks for it again, for then it has no blocks.
+- What a request may do is decided once, when it is first seen: `may_load`, and `save_stop`, the number of leading
+  blocks that may be saved. The role, the engine's settings, the request's options and its kind are not looked at again.
 - Asking twice changes nothing: one RPC per (request, number of tokens) while its lease has life left.
 - Every lease taken is released once: when its load ended, when no load came of it, or when the request ended.
 
@@ -30,7 +34,9 @@ Not here: vLLM imports (`plugin.py`), bytes (`worker.py`), the wire (`client.py`
 import dataclasses
 import math
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -40,9 +46,12 @@ from connector.block_keys import BlockKeys, RequestIdentity
 from connector.client import LookupAnswer
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
 from connector.prefill_rate import PrefillRate
+from connector.request_options import RequestOptions
 
-# Steps in which nothing ran, nothing was loading and a hit was offered in vain, before hits are withheld: vLLM (0.32)
-# keeps blocks reserved for a request whose load failed, and a load that does not fit beside them is never admitted.
+# Steps in which nothing ran, nothing was loading and a request was answered in vain, before hits are withheld: vLLM
+# (0.32) keeps blocks reserved for a request whose load failed, and a load that does not fit beside them is never
+# admitted. From then on every second answer is "ask again", too: up to 0.28 a request that does not fit stands before
+# those behind it, and one of them may be loaded and hold the blocks.
 STALLED_STEPS = 8
 WORKERS_GRACE_S = 2.0  # after the first answer of a server: its workers may still be attaching
 EPOCH_BYTES = 16
@@ -80,14 +89,6 @@ class Question:
         self.lease_id = 0  # held, and not handed to a load yet
         self.renewed = False
 
-    def settle(self) -> bool:
-        """Takes the answer if it came. True: there is nothing more to wait for."""
-        if self.call is not None and self.call.done():
-            self.answer = self.call.answer()
-            self.lease_id = self.answer.lease_id if self.answer is not None else 0
-            self.call = None
-        return self.call is None
-
 
 @dataclasses.dataclass(slots=True)
 class RequestState:
@@ -103,8 +104,10 @@ class RequestState:
     offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
     num_local: int = 0  # leading blocks that the engine itself had when it last asked
     may_load: bool = True
+    save_stop: int = sys.maxsize
     steps_aside: bool = False  # answers None once: its load failed, see `num_new_matched_tokens`
-    patience_until: float = 0.0  # for blocks on their way from a lower tier; 0: it has not waited yet
+    patience_until: float = 0.0  # for blocks on their way to the server or to the engine; 0: it has not waited yet
+    loading_first: bytes = b""  # key of the first block that it was told to load, until it is scheduled
     unanswered_local: int = 0  # blocks [0, n) whose presence is asked for, off the path
 
 
@@ -124,6 +127,9 @@ class SchedulerSide:
         load_timeout_s: float,
         saves: bool = True,
         loads: bool = True,
+        save_decoded: bool = True,
+        min_load_tokens: int = 0,
+        options_of: Callable[[Any], RequestOptions] = lambda _request: RequestOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -136,6 +142,9 @@ class SchedulerSide:
         self._load_timeout_s = load_timeout_s
         self._saves = saves
         self._loads = loads
+        self._save_decoded = save_decoded
+        self._min_load_blocks = max(-(-min_load_tokens // block_size), 1)
+        self._options_of = options_of
         self._clock = clock
         self._epoch = b""
         self._old_blocks_stay = False
@@ -143,15 +152,19 @@ class SchedulerSide:
         self._prefill_rate = PrefillRate()
         self._last_step: tuple[float, int] = (0.0, 0)  # when the step before was planned, its prompt tokens
         self._states: dict[str, RequestState] = {}
+        self._bypassed: dict[str, Any] = {}  # live requests that have no state
+        self._counts: Counter[str] = Counter()
+        self._bypass_counts: Counter[str] = Counter()
         self._new_loads: list[LoadSpec] = []
         self._in_flight: dict[str, LoadSpec] = {}
-        self._loading_first: dict[bytes, str] = {}  # first key of each load in flight → its request
-        self._cancelled: set[str] = set()
+        self._loading_first: dict[bytes, RequestState] = {}
+        self._cancelled: set[str] = set()  # loads in flight that the next plan cancels
+        self._unwanted: set[str] = set()  # loads in flight that were cancelled
         self._nameless: dict[int, tuple[RequestState, int]] = {}  # ticket → whose block, its number
         self._names: dict[int, BlockName | None] = {}
-        self._next_ticket = 1
+        self._next_ticket = 0
         self._released: list[int] = []
-        self._has_offered = False  # since the last plan
+        self._has_answered = False  # with a number, since the last plan
         self._stalled_steps = 0
         self._late: dict[str, RequestState] = {}  # states with `unanswered_local`
         self._grace: tuple[int, float] = (0, 0.0)  # server epoch, until when its missing workers are waited for
@@ -161,87 +174,127 @@ class SchedulerSide:
     def num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond the local hit that can be loaded, whether asynchronously); (None, False): ask again."""
         state = self._state_of(request)
-        if state is None:
-            return 0, False
+        num_blocks = self._num_loadable(state, num_computed_tokens // self._block_size) if state is not None else 0
+        if num_blocks is None:
+            return None, False
+        self._has_answered = True
+        if self._stalled_steps >= STALLED_STEPS:
+            if state is not None:
+                state.offer = None
+            return (None if self._stalled_steps % 2 else 0), False
+        return num_blocks * self._block_size, num_blocks > 0
+
+    def _num_loadable(self, state: RequestState, local: int) -> int | None:
+        """How many blocks from `local` on can be loaded: they are offered. None: not known yet."""
         state.offer = None
+        state.tainted = False  # vLLM asks for requests that have no blocks
         if state.steps_aside:
             # vLLM keeps it at the head of those that hold blocks, though its own were freed. If it does not fit now,
             # those behind it, loaded and holding the rest, would never run: so it goes back to the waiting queue once.
             state.steps_aside = False
-            return None, False
-        local = state.num_local = num_computed_tokens // self._block_size
-        limit = (request.num_tokens - 1) // self._block_size  # at least one token is left to compute
-        state.keys.extend(request.all_token_ids)
-        wants_load = (
-            self._loads
-            and state.may_load
-            and local < limit
-            and not getattr(request, "skip_reading_prefix_cache", False)
-        )
-        question = self._ask(state, local, limit, wants_load)
-        if question is None or not wants_load:
-            return 0, False
-        if not question.settle():
-            return None, False
+            return None
+        state.num_local = local
+        limit = int(state.request.num_tokens - 1) // self._block_size  # at least one token is left to compute
+        if not state.may_load or limit - local < self._min_load_blocks:
+            return 0
+        question = self._ask(state, local, limit, for_load=True)
+        if question is None:
+            return 0
+        if not self._settle(question):
+            return None
         answer = question.answer
         if answer is None:
-            return 0, False
+            return 0
         if answer.workers_missing and self._in_grace(answer.server_epoch):
             state.question = None  # asked again in the next step
-            return None, False
+            return None
         stop = min(answer.hit_end, limit)
         if stop < limit and answer.retry_at is not None and self._waits_for_more(state, answer.retry_at):
-            return None, False
-        if not answer.hit_start <= local < stop or question.lease_id == 0:
-            return 0, False
+            return None
+        if not answer.hit_start <= local or stop - local < self._min_load_blocks or question.lease_id == 0:
+            return 0
         other = self._loading_first.get(state.keys.key(local))
-        if other is not None and other != request.request_id:
-            return None, False  # that load's blocks will be a local hit
-        if self._stalled_steps >= STALLED_STEPS:
-            return 0, False
-        self._has_offered = True
+        if other is not None and other is not state and self._is_patient(state, self._load_timeout_s):
+            return None  # loaded or, if the load fails, computed: once the other runs, its blocks are a local hit
         state.offer = (local, stop)
-        return (stop - local) * self._block_size, True
+        return stop - local
 
     def _state_of(self, request: Any) -> RequestState | None:
-        state = self._states.get(request.request_id)
+        """None: the request is not for us."""
+        request_id = request.request_id
+        state = self._states.get(request_id)
         if state is not None and state.request is request:
             return state
-        if self._cannot_be_keyed(request) is not None:
+        if self._bypassed.get(request_id) is request:
             return None
-        state = RequestState(request, self._new_keys(request))
-        self._states[request.request_id] = state
+        self.forget(request_id)  # another request had this id
+        reason = self._cannot_be_keyed(request)
+        options = self._options_of(request)
+        may_load, save_stop = self._loads and options.load, self._save_stop(request, options)
+        if reason is None and not may_load and not save_stop:
+            reason = "kv_transfer_params"
+        elif reason is None and getattr(request, "skip_reading_prefix_cache", False):
+            may_load = False
+            self._bypass_counts["skip_reading_prefix_cache"] += 1
+        if reason is not None:
+            self._bypass_counts[reason] += 1
+            self._bypassed[request_id] = request
+            return None
+        state = RequestState(request, self._new_keys(request), may_load=may_load, save_stop=save_stop)
+        self._states[request_id] = state
         return state
+
+    def _save_stop(self, request: Any, options: RequestOptions) -> int:
+        save = options.save or ("all" if self._save_decoded else "prompt")
+        if not self._saves or save == "none":
+            return 0
+        return sys.maxsize if save == "all" else request.num_prompt_tokens // self._block_size
 
     def _new_keys(self, request: Any) -> BlockKeys:
         identity = self._identity_of(request)
         return BlockKeys(self._root_of(identity, self._epoch), self._block_size, self._hash_name, identity.features)
 
-    def _ask(self, state: RequestState, local: int, limit: int, wants_load: bool) -> Question | None:
+    def _ask(self, state: RequestState, local: int, limit: int, *, for_load: bool) -> Question | None:
         """The question for the present number of tokens: the one that is out, or a new one. None: nobody to ask."""
         question = state.question
         num_tokens = state.request.num_tokens
         if question is not None and (
-            question.num_tokens != num_tokens or question.for_load < wants_load or self._has_expired(question)
+            question.num_tokens != num_tokens or question.for_load < for_load or self._has_expired(question)
         ):
             self._drop_question(state)
             question = None
         if question is None and limit > 0:
+            state.keys.extend(state.request.all_token_ids)
             call = self._client.lookup(
                 state.keys.packed(0, limit),
                 min(local, limit),
-                lease=wants_load,
+                lease=for_load,
                 recompute_us_per_block=self._prefill_rate.us_per_block(self._block_size),
             )
             if call is None:
                 return None
-            question = state.question = Question(num_tokens, call, wants_load)
-        if question is not None and question.call is not None and wants_load and not self._has_waited:
+            self._counts["lookups"] += 1
+            question = state.question = Question(num_tokens, call, for_load)
+        if question is not None and question.call is not None and for_load and not self._has_waited:
             # Once per step, however many requests wait: a scheduler that has nothing else to do would spin, and take
             # the processor from those who are to answer.
             self._has_waited = True
             question.call.wait(self._lookup_wait_s)
         return question
+
+    def _settle(self, question: Question) -> bool:
+        """Takes the answer if it came. True: there is nothing more to wait for."""
+        if question.call is None:
+            return True
+        if not question.call.done():
+            return False
+        question.answer = question.call.answer()
+        question.call = None
+        if question.answer is None:
+            self._counts["unanswered_lookups"] += 1
+        else:
+            question.lease_id = question.answer.lease_id
+        return True
 
     def _has_expired(self, question: Question) -> bool:
         """Too little is left of the lease to load under it. At half its life it is renewed instead, once."""
@@ -265,19 +318,24 @@ class SchedulerSide:
     def _waits_for_more(self, state: RequestState, retry_at: float) -> bool:
         """The server promotes more of the tail, and judged that to be faster than computing it: wait, within reason."""
         now = self._clock()
-        if not state.patience_until:
-            state.patience_until = now + min(PATIENCE * max(retry_at - now, 0.0), self._load_timeout_s)
-        if now >= state.patience_until:
+        if not self._is_patient(state, PATIENCE * max(retry_at - now, 0.0)):
             return False
         if now >= retry_at:
             self._drop_question(state)  # asked again in the next step
         return True
 
+    def _is_patient(self, state: RequestState, for_s: float) -> bool:
+        """Whether a request still waits for blocks on their way: `for_s` seconds from when it first did, in all."""
+        now = self._clock()
+        if not state.patience_until:
+            state.patience_until = now + min(for_s, self._load_timeout_s)
+        return now < state.patience_until
+
     def _drop_question(self, state: RequestState) -> None:
         question, state.question = state.question, None
         state.offer = None
         if question is not None:
-            question.settle()
+            self._settle(question)
             if question.lease_id:
                 self._released.append(question.lease_id)
             # A call still out may yet take a lease; it ends by its deadline.
@@ -312,7 +370,10 @@ class SchedulerSide:
         )
         state.question.lease_id = 0
         state.offer = None
-        self._loading_first[state.keys.key(start)] = request.request_id
+        self._lets_others_load(state)
+        state.loading_first = state.keys.key(start)
+        self._loading_first[state.loading_first] = state
+        self._counts["promised_tokens"] += num_external_tokens
         self._queue_load(load)
 
     def fail_load(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
@@ -330,6 +391,7 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is not None:
             self._drop_question(state)
+            self._lets_others_load(state)
             state.may_load = False  # or vLLM would ask, be promised the same blocks, and come here again, for ever
 
     def _queue_load(self, load: LoadSpec) -> None:
@@ -354,28 +416,28 @@ class SchedulerSide:
                 state.block_ids.extend(change.block_ids)
         if self._nameless:
             self._name_gathers()
-        if self._saves:
-            if self._late:
-                self._save_late_answers(saves)
-            states = self._states
-            for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-                state = states.get(request_id)
-                if state is not None:
-                    end = state.request.num_computed_tokens + num_scheduled
-                    if end >= state.save_at:
-                        has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
-                        self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
+        if self._late:
+            self._save_late_answers(saves)
+        states = self._states
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            state = states.get(request_id)
+            if state is not None:
+                end = state.request.num_computed_tokens + num_scheduled
+                if end >= state.save_at:
+                    has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
+                    self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
         self._let_leases_go()
         if scheduler_output.num_scheduled_tokens or self._in_flight:
             self._stalled_steps = 0
-        elif self._has_offered:
+        elif self._has_answered:
             self._stalled_steps += 1
-        self._has_offered = False
+        self._has_answered = False
         loads = tuple(
             dataclasses.replace(load, keys=b"") if load.request_id in self._cancelled else load
             for load in self._new_loads
         )
         plan = StepPlan(loads, tuple(saves), self._names, frozenset(self._cancelled))
+        self._unwanted |= self._cancelled
         self._new_loads, self._names, self._cancelled = [], {}, set()
         return plan
 
@@ -408,21 +470,31 @@ class SchedulerSide:
     def _scheduled_anew(self, state: RequestState, block_ids: list[int], saves: list[SaveSpec]) -> None:
         """A first schedule or a resume: a whole new table, of which `num_computed_tokens` are there already."""
         self._discard_gathers(state)
-        state.block_ids = block_ids
-        state.tainted = False
+        state.block_ids = list(block_ids)
         state.steps_aside = False
+        state.patience_until = 0.0
+        self._lets_others_load(state)
         if state.num_local and self._old_blocks_stay:
             self._taint(state)
+        if state.tainted:
             return
         num_there = state.request.num_computed_tokens // self._block_size
-        state.next_save = num_there
-        state.save_at = (num_there + 1) * self._block_size
-        if num_there and state.question is not None and self._saves:
-            if state.question.settle():
+        self._saved_up_to(state, num_there)
+        if state.save_stop == 0:
+            return
+        if state.question is None:
+            limit = min((state.request.num_tokens - 1) // self._block_size, state.save_stop)
+            self._ask(state, num_there, limit, for_load=False)
+        if num_there and state.question is not None:
+            if self._settle(state.question):
                 self._save_absent(state, num_there, saves)
             else:
                 state.unanswered_local = num_there
                 self._late[state.request.request_id] = state
+
+    def _saved_up_to(self, state: RequestState, num_blocks: int) -> None:
+        state.next_save = num_blocks
+        state.save_at = (num_blocks + 1) * self._block_size if num_blocks < state.save_stop else math.inf
 
     def _save_absent(self, state: RequestState, num_there: int, saves: list[SaveSpec]) -> None:
         """Blocks [0, num_there) were there without our doing: those that the server lacks are saved."""
@@ -431,46 +503,50 @@ class SchedulerSide:
             return
         saves.extend(
             SaveSpec(state.block_ids[block], self._name(state, block))
-            for block in range(min(num_there, len(state.keys)))
+            for block in range(min(num_there, len(state.keys), state.save_stop))
             if not answer.is_present(block)
         )
 
     def _save_late_answers(self, saves: list[SaveSpec]) -> None:
         for request_id, state in list(self._late.items()):
-            if state.question is None or state.question.settle():
+            if state.question is None or self._settle(state.question):
                 del self._late[request_id]
                 self._save_absent(state, state.unanswered_local, saves)
                 state.unanswered_local = 0
 
     def _save_full_blocks(self, state: RequestState, certain: int, has_drafts: bool, saves: list[SaveSpec]) -> None:
         """Blocks [next_save, certain) are computed by the end of this step."""
-        known = min(certain, state.keys.extend(state.request.all_token_ids))
-        answer = None
-        if state.question is not None and state.question.settle():
-            answer = state.question.answer
-        saves.extend(
-            SaveSpec(state.block_ids[block], self._name(state, block))
-            for block in range(state.next_save, known)
-            if answer is None or not answer.is_present(block)
-        )
-        state.next_save = max(state.next_save, known)
+        # Many decoding requests come here in one step, with one block each: no call that is not needed.
+        certain = min(certain, state.save_stop)
+        keys, block_ids, block = state.keys, state.block_ids, state.next_save
+        known = min(certain, keys.extend(state.request.all_token_ids))
+        question = state.question
+        answer = question.answer if question is not None and self._settle(question) else None
+        while block < known:
+            if answer is None or not answer.is_present(block):
+                saves.append(SaveSpec(block_ids[block], BlockName(*keys.key_and_parent(block), block)))
+            block += 1
         if not has_drafts:  # a rejected draft would leave a block that was gathered with it
-            for block in range(state.next_save, certain):
-                ticket = self._next_ticket
-                self._next_ticket += 1
+            while block < certain:
+                ticket = self._next_ticket = self._next_ticket + 1
                 self._nameless[ticket] = (state, block)
-                saves.append(SaveSpec(state.block_ids[block], None, ticket))
-            state.next_save = max(state.next_save, certain)
-        state.save_at = (state.next_save + 1) * self._block_size
+                saves.append(SaveSpec(block_ids[block], None, ticket))
+                block += 1
+        state.next_save = block
+        state.save_at = (block + 1) * self._block_size if block < state.save_stop else math.inf
+        if answer is not None and block >= 8 * len(answer.present) and not state.unanswered_local:
+            self._drop_question(state)  # all that it was about is behind
 
     def _name(self, state: RequestState, block: int) -> BlockName:
-        return BlockName(state.keys.key(block), state.keys.parent(block), block)
+        return BlockName(*state.keys.key_and_parent(block), block)
 
     def _name_gathers(self, only: RequestState | None = None) -> None:
         """Names the nameless gathers whose token ids have become known."""
         for ticket, (state, block) in list(self._nameless.items()):
-            if (only is None or state is only) and block < state.keys.extend(state.request.all_token_ids):
-                self._names[ticket] = self._name(state, block)
+            request = state.request
+            if request.num_tokens >= (block + 1) * self._block_size and (only is None or state is only):
+                state.keys.extend(request.all_token_ids)
+                self._names[ticket] = BlockName(*state.keys.key_and_parent(block), block)
                 del self._nameless[ticket]
 
     def _discard_gathers(self, state: RequestState) -> None:
@@ -495,12 +571,20 @@ class SchedulerSide:
             if load is None:
                 continue  # another connector's, under MultiConnector
             self._end_load(load)
-            state = self._states.get(request_id)
-            if state is not None and (failed_block_ids is None or not failed_block_ids.isdisjoint(load.block_ids)):
+            was_wanted = request_id not in self._unwanted
+            self._unwanted.discard(request_id)
+            self._cancelled.discard(request_id)
+            if failed_block_ids is not None and failed_block_ids.isdisjoint(load.block_ids):
+                continue
+            state = self._states.get(request_id)  # None: aborted, or failed for good by vLLM's policy
+            if state is not None:
                 # Without this vLLM would ask, be promised the same blocks, and fail again, for ever.
                 state.may_load = False
                 state.steps_aside = True
                 state.question = None
+            if was_wanted:
+                self._counts["failed_loads"] += 1
+                self._ask_anew_for(load, failed_block_ids)
         self._let_leases_go()  # the engine may be idle now: no further step would do it
 
     def _let_leases_go(self) -> None:
@@ -508,27 +592,42 @@ class SchedulerSide:
             self._client.release(self._released)
             self._released = []
 
+    def _ask_anew_for(self, load: LoadSpec, failed_block_ids: set[int] | None) -> None:
+        """Some of what was promised is gone: whoever else was promised it asks what is left."""
+        if not load.keys:
+            return
+        key_bytes = len(load.keys) // len(load.block_ids)
+        bad = next(i for i, b in enumerate(load.block_ids) if failed_block_ids is None or b in failed_block_ids)
+        bad_key = load.keys[bad * key_bytes : (bad + 1) * key_bytes]
+        for state in self._states.values():
+            question = state.question
+            if question is not None and question.lease_id and bad_key in state.keys.packed(0, len(state.keys)):
+                self._drop_question(state)
+
     def _end_load(self, load: LoadSpec) -> None:
         if load.lease_id:
             self._released.append(load.lease_id)
-        for key, request_id in list(self._loading_first.items()):
-            if request_id == load.request_id:
-                del self._loading_first[key]
+
+    def _lets_others_load(self, state: RequestState) -> None:
+        if self._loading_first.get(state.loading_first) is state:
+            del self._loading_first[state.loading_first]
+        state.loading_first = b""
 
     def request_finished(self, request: Any) -> None:
         """Finished or aborted. Its last nameless gathers get their names now: no later token changes them."""
         state = self._states.get(request.request_id)
-        if state is not None and state.request is request:
-            if not state.tainted:
-                self._name_gathers(state)
-            self.forget(request.request_id)
+        if state is not None and state.request is request and not state.tainted:
+            self._name_gathers(state)
+        self.forget(request.request_id)
 
     def forget(self, request_id: str) -> None:
         """Drops all that is known of a request. A load in flight is cancelled, and stays known until reported."""
+        self._bypassed.pop(request_id, None)
         state = self._states.pop(request_id, None)
         if state is not None:
             self._discard_gathers(state)
             self._drop_question(state)
+            self._lets_others_load(state)
             self._late.pop(request_id, None)
         if request_id in self._in_flight:
             self._cancelled.add(request_id)
@@ -542,16 +641,21 @@ class SchedulerSide:
         """
         self._epoch = os.urandom(EPOCH_BYTES)
         self._old_blocks_stay = old_blocks_stay
-        for request_id in self._in_flight:
-            self.forget(request_id)  # its local hits are old too: nothing of it is saved before it is asked for anew
+        self._cancelled.update(self._in_flight)
         for state in self._states.values():
             self._taint(state)
             self._drop_question(state)
             state.keys = self._new_keys(state.request)
 
+    def take_counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(counts, requests bypassed by reason) since the last call."""
+        counts, self._counts = self._counts, Counter()
+        bypass_counts, self._bypass_counts = self._bypass_counts, Counter()
+        return counts, bypass_counts
+
     def num_requests(self) -> int:
         """Live requests that we know: 0 when the engine is idle."""
-        return len(self._states)
+        return len(self._states) + len(self._bypassed)
 
     def num_leases(self) -> int:
         """Leases that we hold and have not let go of."""

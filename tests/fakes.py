@@ -2,10 +2,12 @@
 
 `FakeClock` is a clock that moves when told. `FakeServer` is a cache server in a dict, and `FakeCacheClient` one
 engine's line to it with the interface of `connector.client.CacheClient` that the scheduler side uses: lookups are
-answered at once, or when the test says so.
+answered at once, or when the test says so. `recorded_log` is a log that can be read.
 """
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,19 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"{seconds} s would go back in time"
         self.now += seconds
+
+
+@contextlib.contextmanager
+def recorded_log(name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The messages that a logger gets from now on. vLLM's loggers hand nothing on to the root, where caplog listens."""
+    messages: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,7 @@ class FakeServer:
         self.leases_refused = False  # half of the memory is leased already: presence is told, nothing promised
         self.held: list[FakeCall] | None = None
         self.num_already_present = 0
+        self.num_waits = 0  # how often somebody stood still for an answer
         self._lease_ids = itertools.count(1)
         self._slots = itertools.count(1)
 
@@ -98,6 +114,7 @@ class FakeServer:
     def commit(self, key: bytes, payload: object) -> bool:
         """True if stored, False if there was a block of this name already."""
         if key in self.blocks:
+            assert self.blocks[key].payload == payload, f"{key.hex()} names two payloads"
             self.num_already_present += 1
             return False
         slot = next(self._slots)
@@ -150,6 +167,7 @@ class FakeCall:
 
     def wait(self, timeout_s: float) -> None:
         assert 0 <= timeout_s <= 0.1, f"the scheduler would stand still for {timeout_s} s"
+        self._server.num_waits += 1
 
     def done(self) -> bool:
         return self._done

@@ -29,6 +29,8 @@ def test_only_the_server_is_required() -> None:
         lookup_timeout_ms=50.0,
         load_timeout_ms=10_000.0,
         lookup_wait_ms=1.0,
+        save_decoded=True,
+        min_load_tokens=0,
         staging_bytes=256 * 1024 * 1024,
     )
 
@@ -43,11 +45,13 @@ def test_all_settings() -> None:
         "lookup_timeout_ms": 20,
         "load_timeout_ms": 2500.5,
         "lookup_wait_ms": 0,
+        "save_decoded": False,
+        "min_load_tokens": 512,
         "staging_bytes": "1 GiB",
     }
 
     assert ConnectorConfig.parse(extra_config) == ConnectorConfig(
-        "cache.example:7100", "m1", "2025-01", "sha256", 20.0, 2500.5, 0.0, 1 << 30
+        "cache.example:7100", "m1", "2025-01", "sha256", 20.0, 2500.5, 0.0, False, 512, 1 << 30
     )
 
 
@@ -196,6 +200,14 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         ("load_timeout_ms", 10**400, "up to 3600000"),
         ("lookup_wait_ms", -0.1, "from 0 to 1000"),
         ("lookup_wait_ms", 60, "at most lookup_timeout_ms (50)"),
+        ("save_decoded", "no", "true or false is allowed"),
+        ("save_decoded", 0, "true or false is allowed"),
+        ("save_decoded", None, "true or false is allowed"),
+        ("min_load_tokens", -1, "a whole number of tokens from 0 to 4294967296 is allowed"),
+        ("min_load_tokens", 0.5, "a whole number of tokens"),
+        ("min_load_tokens", "64", "a whole number of tokens"),
+        ("min_load_tokens", True, "a whole number of tokens"),
+        ("min_load_tokens", 10**10, "a whole number of tokens"),
         ("staging_bytes", "10", "with its unit (B, KiB, MiB, GiB, TiB)"),
         ("staging_bytes", 268435456, "with its unit"),
         ("staging_bytes", "-1GiB", "with its unit"),

@@ -1,5 +1,5 @@
-"""The engines of this folder. A start takes 35-60 s, so there are few, they live as long as the session, and those
-that are needed at about the same time are started side by side.
+"""The engines of this folder. A start takes 35-60 s, so there are few, and those that are needed at about the same
+time are started side by side. `cold` lives as long as the session; the others, some 3 GB each, end with their module.
 
     cold      no connector: what is right
     early     started while nothing listened at its address; `RecordingConnector`, Unix socket, mapped slots
@@ -7,6 +7,7 @@ that are needed at about the same time are started side by side.
     small     8 blocks of memory, so that one of two requests is preempted; `RecordingConnector`
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def settings(llama: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Prefixd]:
     """One server for all tests here. `early` starts it; who needs it running asks for `early`, or starts it."""
     server = Prefixd(folder)
@@ -95,34 +96,38 @@ def recorded(name: str, folder: Path, address: str, settings: dict[str, Any]) ->
 
 
 @pytest.fixture(scope="session")
-def first_pair(folder: Path, settings: dict[str, Any], server: Prefixd) -> Iterator[tuple[Engine, Recorded]]:
-    cold = Engine(folder / "cold.log", **settings)
-    early = recorded("early", folder, server.unix_address, settings)
-    yield cold, early
-    cold.kill()
-    early.engine.kill()
+def cold_engine(folder: Path, settings: dict[str, Any]) -> Iterator[Engine]:
+    engine = Engine(folder / "cold.log", **settings)
+    yield engine
+    engine.kill()
 
 
 @pytest.fixture(scope="session")
-def cold(first_pair: tuple[Engine, Recorded]) -> Cold:
+def cold(cold_engine: Engine) -> Cold:
     """`cold(prompt, max_tokens)`: the right answer, by an engine without the connector."""
     known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def answer(prompt: list[int], max_tokens: int) -> list[int]:
         asked = (tuple(prompt), max_tokens)
         if asked not in known:
-            first_pair[0].clear_local()
-            known[asked] = first_pair[0].generate_one(prompt, max_tokens=max_tokens).token_ids
+            cold_engine.clear_local()
+            known[asked] = cold_engine.generate_one(prompt, max_tokens=max_tokens).token_ids
         return known[asked]
 
     return answer
 
 
-@pytest.fixture(scope="session")
-def early(first_pair: tuple[Engine, Recorded], server: Prefixd) -> Early:
-    import time
+@pytest.fixture(scope="module")
+def early(folder: Path, settings: dict[str, Any], cold_engine: Engine, server: Prefixd) -> Iterator[Early]:
+    """`cold_engine` is asked for to be started at the same time."""
+    it = recorded("early", folder, server.unix_address, settings)
+    try:
+        yield _before_and_after_the_server(it, server)
+    finally:
+        it.engine.kill()
 
-    _, it = first_pair
+
+def _before_and_after_the_server(it: Recorded, server: Prefixd) -> Early:
     asked = prompt(4200, 100)
     assert not server.is_running
     alone = [it.engine.generate_one(asked, max_tokens=4)]
@@ -140,7 +145,7 @@ def early(first_pair: tuple[Engine, Recorded], server: Prefixd) -> Early:
     return Early(it.engine, it.folder, alone, time.monotonic() - began)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def second_pair(
     folder: Path, settings: dict[str, Any], early: Early, server: Prefixd
 ) -> Iterator[tuple[Engine, Recorded]]:
@@ -156,11 +161,11 @@ def second_pair(
     small.engine.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def streams(second_pair: tuple[Engine, Recorded]) -> Engine:
     return second_pair[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def small(second_pair: tuple[Engine, Recorded]) -> Recorded:
     return second_pair[1]

@@ -15,12 +15,10 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration without weights."""
+def write_configuration(folder: Path) -> Path:
+    """A model folder with a configuration and no weights."""
     from transformers import LlamaConfig
 
-    folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=2048,
@@ -37,10 +35,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_configuration(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keywords of `Engine`; vLLM is imported only by tests that run."""
+def shape(request: pytest.FixtureRequest, model: Path) -> dict[str, Any]:
+    """Keywords of `Engine`; vLLM is imported only by tests that run.
+
+    A shape in which this vLLM fails by itself, without a connector, is skipped: 0.26 with three steps in flight.
+    """
     from tests.scheduler import harness
 
     assert set(harness.SHAPES) == set(SHAPES)
+    trouble = harness.trouble_without_connector(model, request.param)
+    if trouble:
+        pytest.skip(f"vLLM's own scheduler fails in this shape when it preempts: {trouble}")
     return harness.SHAPES[request.param]

@@ -3,8 +3,12 @@
 The worker model keeps, for every position of every block, a digest of the digest before it (read from its pages, as
 attention would) and the token id. So the KV of a position is a function of its whole prefix, an overwritten or wrongly
 loaded block spoils everything computed after it, and the sampled tokens follow from the KV: an engine with the cache
-and one without give the same tokens, or something is wrong. Each read is checked at once, and each payload in the
-server can be compared with what its key names (`check_store`).
+and one without give the same tokens, or something is wrong.
+
+Checked at once, in every test: each read of KV; each payload that is saved against the token ids that its key names;
+that a block which is saved or loaded is in the table of a request at that moment; and after each step that our side
+knows no request that vLLM does not (`Engine.check_states`). At the end of a test: `check_idle`, `check_answers`,
+`check_store`.
 
 The worker follows block tables by its own reading of both shapes of SchedulerOutput, not by `connector/plan.py`; of the
 connector's step plan it executes what the real worker executes, with knobs for what is late, lost or withheld.
@@ -17,8 +21,9 @@ import functools
 import hashlib
 import itertools
 import os
+import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.block_keys import BlockKeys, identity_of, root_key
+from connector.metrics import PrefixCacheStats
 from connector.plan import LoadSpec, StepPlan
 from connector.plugin import PrefixCacheConnector
 from tests.fakes import FakeCacheClient, FakeServer
@@ -66,6 +72,7 @@ class FakeLineConnector(PrefixCacheConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.matches: list[tuple[str, int, tuple[int | None, bool]]] = []
+        self.stats = PrefixCacheStats()
         super().__init__(vllm_config, role, kv_cache_config)
         if self._scheduler is not None:
             self._scheduler._clock = _SERVERS[self._config.server].clock
@@ -77,6 +84,12 @@ class FakeLineConnector(PrefixCacheConnector):
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self.matches.append((request.request_id, num_computed_tokens, answer))
         return answer
+
+    def get_kv_connector_stats(self) -> PrefixCacheStats | None:
+        stats = super().get_kv_connector_stats()
+        if stats is not None:
+            self.stats.aggregate(stats)
+        return stats
 
 
 class BreakingSide:
@@ -117,8 +130,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def next_digest(before: Digest | None, token_id: int) -> Digest:
-    """The KV of a position: a function of the KV before it and of its token id."""
-    return hashlib.blake2b((before or b"") + token_id.to_bytes(4, "little"), digest_size=8).digest()
+    """The KV of a position: a function of the KV before it and of its token id (-1: a draft that is none)."""
+    return hashlib.blake2b((before or b"") + token_id.to_bytes(4, "little", signed=True), digest_size=8).digest()
 
 
 def digests_of(token_ids: Sequence[int]) -> list[Digest]:
@@ -162,16 +175,24 @@ class Running:
 class PendingLoad:
     spec: LoadSpec
     due: int
+    is_old: bool = False  # planned before new weights: what it brings is not the engine's KV any more
 
 
 class Worker:
     """The worker process of one engine: it computes, and carries out the step plans of its connectors (`sides`).
 
-    Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `loads_before_forward`: as up to
-    vLLM 0.28.
+    Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `lose_commits`: none arrives;
+    `loads_before_forward`: as up to vLLM 0.28. `table_of`: the blocks that the scheduler has allocated to a request.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, servers: Sequence[FakeServer]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        servers: Sequence[FakeServer],
+        connectors: Sequence["FakeLineConnector"],
+        table_of: Callable[[str], list[int]],
+    ) -> None:
         self.block_size = block_size
         self.pages: list[Page] = [[None] * block_size for _ in range(num_blocks)]
         self.running: dict[str, Running] = {}
@@ -179,9 +200,13 @@ class Worker:
         self.load_delay = 0
         self.commit_delay = 0
         self.withhold_loads = False
+        self.lose_commits = False
         self.loads_before_forward = False
         self.num_computed_tokens = 0
-        self.sides = [CacheSide(self, server) for server in servers]
+        self.sessions: set[str] = set()  # requests whose token ids vLLM rewrites from turn to turn
+        self.tainted: set[str] = set()  # requests that computed upon KV of before new weights
+        self.table_of = table_of
+        self.sides = [CacheSide(self, *pair) for pair in zip(servers, connectors, strict=True)]
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -233,15 +258,8 @@ class Worker:
             finished |= ended[0]
             failed |= ended[1]
             side.end_commits()
-        request_ids = list(sampled)
-        return ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
-            sampled_token_ids=[sampled[request_id] for request_id in request_ids],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=KVConnectorOutput(finished_recving=finished or None, invalid_block_ids=failed),
+        return _model_runner_output(
+            sampled, KVConnectorOutput(finished_recving=finished or None, invalid_block_ids=failed)
         )
 
     def _follow_tables(self, output: Any) -> None:
@@ -261,7 +279,7 @@ class Worker:
 
     def _begin_request(self, request_id: str, token_ids: list[int], block_ids: list[int]) -> None:
         before = self.running.get(request_id)
-        if before is not None:
+        if before is not None and request_id not in self.sessions:
             common = min(len(token_ids), len(before.token_ids))
             assert token_ids[:common] == before.token_ids[:common], f"{request_id} came back with other token ids"
         self.running[request_id] = Running(token_ids, block_ids)
@@ -280,6 +298,7 @@ class Worker:
         for position in range(start, stop):
             before = self._read(request, position - 1) if position else None
             if before == TAINTED:
+                self.tainted.add(request_id)
                 computed[position] = self._write(request, position, TAINTED)
                 continue
             if 0 < position <= num_known:
@@ -304,16 +323,32 @@ class Worker:
         self.pages[block_id][position % self.block_size] = digest
         return digest
 
-    def taint_pages(self) -> None:
-        """Marks all KV that is there: it was computed with weights that are no longer the engine's."""
+    def taint(self) -> None:
+        """Marks all KV that is there or on its way: it was computed with weights that are no longer the engine's."""
         self.pages = [[digest and TAINTED for digest in page] for page in self.pages]
+        for side in self.sides:
+            for load in side.loads:
+                load.is_old = True
+
+
+def _model_runner_output(sampled: dict[str, list[int]], of_connector: KVConnectorOutput | None) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=list(sampled),
+        req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
+        sampled_token_ids=list(sampled.values()),
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=of_connector,
+    )
 
 
 class CacheSide:
     """What our worker side does in a worker: gathers at the end of a step, names, loads when they are due."""
 
-    def __init__(self, worker: Worker, server: FakeServer) -> None:
+    def __init__(self, worker: Worker, server: FakeServer, connector: "FakeLineConnector") -> None:
         self.server = server
+        self.rights = Rights(connector, worker.block_size)
         self.plans: list[StepPlan] = []
         self.loads: list[PendingLoad] = []
         self.nameless: dict[int, tuple[Digest | None, ...]] = {}
@@ -332,8 +367,9 @@ class CacheSide:
                 self._commit(name.key, payload)
 
     def gather(self, plan: StepPlan) -> None:
+        tables = {block_id for running in self._worker.running.values() for block_id in running.block_ids}
         for save in plan.saves:
-            assert save.block_id, "the null block is never saved"
+            assert save.block_id in tables, f"block {save.block_id} is saved and belongs to nobody"
             payload = tuple(self._worker.pages[save.block_id])
             if save.name is None:
                 assert save.ticket not in self.nameless
@@ -342,7 +378,9 @@ class CacheSide:
                 self._commit(save.name.key, payload)
 
     def _commit(self, key: bytes, payload: tuple[Digest | None, ...]) -> None:
-        self._commits.append((self._worker.step + self._worker.commit_delay, key, payload))
+        self.rights.check(key, payload)
+        if not self._worker.lose_commits:
+            self._commits.append((self._worker.step + self._worker.commit_delay, key, payload))
 
     def end_commits(self) -> None:
         due = [commit for commit in self._commits if commit[0] <= self._worker.step]
@@ -363,15 +401,17 @@ class CacheSide:
             return finished, failed
         for load in [load for load in self.loads if load.due <= self._worker.step]:
             self.loads.remove(load)
-            failed |= self._load(load.spec)
+            failed |= self._load(load.spec, load.is_old)
             finished.add(load.spec.request_id)
         return finished, failed
 
-    def _load(self, spec: LoadSpec) -> set[int]:
+    def _load(self, spec: LoadSpec, is_old: bool) -> set[int]:
         if spec.request_id in self._cancelled or not spec.keys:
             self._cancelled.discard(spec.request_id)
             return set(spec.block_ids)
         key_bytes = len(spec.keys) // len(spec.block_ids)
+        table = self._worker.table_of(spec.request_id)
+        assert set(spec.block_ids) <= set(table), f"{spec.block_ids} are loaded, {spec.request_id} has {table}"
         self.num_loads_without_lease += spec.lease_id not in self.server.held_leases()
         failed = set()
         for number, block_id in enumerate(spec.block_ids):
@@ -384,9 +424,59 @@ class CacheSide:
             if stored is None or not kept or self.server.epoch != spec.server_epoch:
                 failed.add(block_id)
                 continue
-            self._worker.pages[block_id] = list(stored.payload)  # type: ignore[call-overload]
+            payload = [TAINTED] * len(stored.payload) if is_old else list(stored.payload)  # type: ignore[call-overload, arg-type]
+            self._worker.pages[block_id] = payload
             self.num_loaded_blocks += 1
         return failed
+
+
+class Rights:
+    """What every key of one connector names: for the requests that it was told of, in every epoch it had."""
+
+    def __init__(self, connector: "FakeLineConnector", block_size: int) -> None:
+        self._connector = connector
+        self._block_size = block_size
+        self._requests: list[Request] = []
+        self._payloads: dict[bytes, tuple[bytes, tuple[Digest, ...]]] = {}  # key → (epoch, payload)
+
+    def learn(self, request: Request) -> None:
+        if request.prompt_embeds is None and request.prompt_token_ids is not None:
+            self._requests.append(request)
+            self._learn(request, predicted(request))
+
+    def keys(self, request: Request, token_ids: Sequence[int], epoch: bytes) -> list[bytes]:
+        identity = identity_of(request)
+        root = root_key(self._connector._namespace.fingerprint, identity, epoch, HASH)
+        keys = BlockKeys(root, self._block_size, HASH, identity.features)
+        keys.extend(token_ids)
+        return [keys.key(number) for number in range(len(keys))]
+
+    def epoch(self) -> bytes:
+        side = self._connector._scheduler
+        return side._epoch if side is not None else b""
+
+    def _learn(self, request: Request, token_ids: list[int]) -> None:
+        epoch, size = self.epoch(), self._block_size
+        digests = digests_of(token_ids)
+        for number, key in enumerate(self.keys(request, token_ids, epoch)):
+            self._payloads[key] = (epoch, tuple(digests[number * size : (number + 1) * size]))
+
+    def check(self, key: bytes, payload: object) -> None:
+        """`payload` is saved, or stored, under `key`."""
+        if key not in self._payloads:  # a new epoch, or answers that followed from KV of old weights
+            for request in self._requests:
+                self._learn(request, predicted(request))
+                self._learn(request, list(request.all_token_ids))
+        assert key in self._payloads, f"a key that no request has: {key.hex()}"
+        epoch, right = self._payloads[key]
+        is_old = isinstance(payload, tuple) and TAINTED in payload
+        assert payload == right or (is_old and epoch != self.epoch()), f"wrong KV under {key.hex()}"
+
+
+def predicted(request: Request) -> list[int]:
+    """What a request's token ids will be in the end, and one more: a step in flight may compute the last one's KV."""
+    prompt = list(request.prompt_token_ids or [])
+    return prompt + answer_to(prompt, request.max_tokens)
 
 
 def num_computed(output: Any, request_id: str) -> int:
@@ -421,11 +511,27 @@ def _vllm_config(model: str, arguments: tuple[tuple[str, Any], ...]) -> VllmConf
     ).create_engine_config()
 
 
+@functools.cache
+def trouble_without_connector(model: Path, shape: str) -> str | None:
+    """What is wrong with a crowd of which one is preempted, on a scheduler without any connector."""
+    engine = Engine(model, None, num_blocks=8, **SHAPES[shape])
+    for start in (0, 200):
+        engine.add(f"r{start}", range(start, start + 40), max_tokens=40)
+    try:
+        engine.run()
+        engine.check_answers()
+    except AssertionError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return f"{type(error).__name__} in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    return None
+
+
 class Engine:
     """A scheduler with our connector (`server` given) or without one, and its worker.
 
     in_flight: 1 drives the Scheduler step by step, more the AsyncScheduler with that many steps not yet answered.
-    beside: under MultiConnector, a second connector of ours with a server of its own, asked before this one.
+    beside: under MultiConnector, a second connector of ours with a server of its own, asked before this one, or after
+    it (`ours_first`).
     v2: requests are announced as for Model Runner V2. late_execution: a step runs only when its answer is fetched.
     """
 
@@ -444,6 +550,8 @@ class Engine:
         policy: str = "recompute",
         extra_config: dict[str, Any] | None = None,
         beside: FakeServer | None = None,
+        ours_first: bool = False,
+        role: str = "kv_both",
         num_drafts: int = 0,
         **engine_args: Any,
     ) -> None:
@@ -465,7 +573,10 @@ class Engine:
         config.scheduler_config.async_scheduling = in_flight > 1
         transfer = config.kv_transfer_config
         transfer.kv_load_failure_policy = policy
+        transfer.kv_role = role
         servers = [one for one in (beside, server) if one is not None]
+        if ours_first:
+            servers.reverse()
         if server is None:
             config.kv_transfer_config = None
         elif beside is None:
@@ -497,9 +608,18 @@ class Engine:
         self.scheduler.use_v2_model_runner = v2
         self.server = server
         self.block_size = block_size
-        self.worker = Worker(num_blocks, block_size, servers)
+        connector = self.scheduler.connector
+        ours = [] if server is None else getattr(connector, "_connectors", [connector])
+        self.connectors: list[FakeLineConnector] = ours
+        self._ours = 0 if ours_first else -1
+        tables = self.scheduler.kv_cache_manager
+        self.worker = Worker(
+            num_blocks, block_size, servers, self.connectors, lambda request_id: tables.get_block_ids(request_id)[0]
+        )
         self.outputs: list[Any] = []
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}  # the latest of each id
+        self.all_requests: list[Request] = []
+        self.checks_states = True
         self.finished: dict[str, str] = {}
         self._in_flight = in_flight
         self._late_execution = late_execution
@@ -510,8 +630,7 @@ class Engine:
 
     @property
     def connector(self) -> FakeLineConnector:
-        connector = self.scheduler.connector
-        connector = getattr(connector, "_connectors", [connector])[-1]  # the last one of a MultiConnector
+        connector = self.connectors[self._ours]
         assert isinstance(connector, FakeLineConnector)
         return connector
 
@@ -520,8 +639,14 @@ class Engine:
         """Our scheduler side, a SchedulerSide."""
         return self.connector._scheduler
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """What our scheduler side has reported so far: "scheduler" → counter, "bypassed" → reason → count."""
+        self.connector.get_kv_connector_stats()
+        return self.connector.stats.data
+
     def break_hook(self, method: str, *, after: bool = False, times: int = 1) -> BreakingSide:
         """Lets a method of the scheduler side raise."""
+        self.checks_states = False
         self.connector._scheduler = broken = BreakingSide(self.side, method, after=after, times=times)  # type: ignore[assignment]
         return broken
 
@@ -530,18 +655,23 @@ class Engine:
         return self._keys(request, token_ids, b"")
 
     def _keys(self, request: Request, token_ids: Sequence[int] | None, epoch: bytes) -> list[bytes]:
-        identity = identity_of(request)
-        root = root_key(self.connector._namespace.fingerprint, identity, epoch, HASH)
-        keys = BlockKeys(root, self.block_size, HASH, identity.features)
-        keys.extend(list(request.all_token_ids if token_ids is None else token_ids))
-        return [keys.key(number) for number in range(len(keys))]
+        rights = self.worker.sides[self._ours].rights
+        return rights.keys(request, list(request.all_token_ids if token_ids is None else token_ids), epoch)
 
     # --- requests
 
     def add(
-        self, request_id: str, token_ids: Iterable[int] | None, max_tokens: int = 1, *, priority: int = 0, **fields: Any
+        self,
+        request_id: str,
+        token_ids: Iterable[int] | None,
+        max_tokens: int = 1,
+        *,
+        priority: int = 0,
+        kv_transfer_params: Any = None,
+        **fields: Any,
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        extra_args = {} if kv_transfer_params is None else {"kv_transfer_params": kv_transfer_params}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args=extra_args)
         for name in ("prompt_logprobs", "skip_reading_prefix_cache", "stop_token_ids"):
             if name in fields:
                 setattr(params, name, fields.pop(name))
@@ -556,9 +686,23 @@ class Engine:
             block_hasher=get_request_block_hasher(self.block_size, sha256),
             **fields,
         )
+        assert request_id not in self.scheduler.requests, f"{request_id} is alive"
         self.requests[request_id] = request
+        self.all_requests.append(request)
+        self.finished.pop(request_id, None)
+        for side in self.worker.sides:
+            side.rights.learn(request)
         self.scheduler.add_request(request)
         return request
+
+    def go_on_streaming(self, request_id: str, token_ids: Iterable[int], max_tokens: int) -> None:
+        """The next turn of a session that was added with `resumable`."""
+        self.worker.sessions.add(request_id)
+        assert self.finished.pop(request_id) == "length", "a turn ends, its session does not"
+        session = self.requests[request_id]
+        turn = Request(request_id, list(token_ids), session.sampling_params, None, resumable=True)
+        turn.max_tokens = max_tokens
+        self.scheduler.add_request(turn)
 
     def abort(self, request_id: str) -> None:
         """The client went away."""
@@ -576,6 +720,8 @@ class Engine:
         if self.scheduler.has_requests() and len(self._queue) < self._in_flight:
             output = self.scheduler.schedule()
             self.outputs.append(output)
+            if self.checks_states:
+                self.check_nothing_is_passed_over(output)
             self._queue.append((output, None if self._late_execution else self.worker.execute(output)))
             scheduled = True
         if self._queue and (len(self._queue) >= self._in_flight or not scheduled or not self.scheduler.has_requests()):
@@ -583,14 +729,22 @@ class Engine:
             if answer is None:
                 answer = self.worker.execute(output)
             self._take_answer(output, answer)
+        if self.checks_states:
+            self.check_states()
 
     def _take_answer(self, output: Any, answer: ModelRunnerOutput) -> None:
         by_client = self.scheduler.update_from_output(output, answer)
         for outputs in by_client.values():
             for one in outputs.outputs:
                 if one.finish_reason is not None:
-                    assert one.request_id not in self.finished, f"{one.request_id} finished twice"
+                    is_new = one.request_id not in self.finished or one.request_id in self.worker.sessions
+                    assert is_new, f"{one.request_id} finished twice"
                     self.finished[one.request_id] = str(one.finish_reason)
+
+    @staticmethod
+    def anything(output: Any) -> ModelRunnerOutput:
+        """An answer to a step that decodes, of a worker that computes nothing: for benchmarks."""
+        return _model_runner_output({request_id: [7] for request_id in output.num_scheduled_tokens}, None)
 
     def draft(self, request_id: str, token_ids: list[int]) -> None:
         """What the next step of a request shall try besides its last token (speculative decoding)."""
@@ -639,10 +793,45 @@ class Engine:
             if "Failed to reset KV cache" not in str(error):
                 raise
 
+    def load_new_weights(self, *, preempt: bool) -> None:
+        """As vLLM does: after the steps in flight, and then the caches are reset, ours too."""
+        self._queue = deque((output, answer or self.worker.execute(output)) for output, answer in self._queue)
+        self.worker.taint()
+        if preempt:
+            self.preempt_all()
+        if self.scheduler.reset_prefix_cache(reset_connector=True) is False:
+            assert self.num_free_blocks() < self._num_free_at_start, "ours never says that it could not be reset"
+
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     # --- what must hold
+
+    def check_states(self) -> None:
+        """Our side knows no request that vLLM does not, and no load, name or late answer without its request."""
+        live = self.scheduler.requests
+        for connector in self.connectors:
+            side = connector._scheduler
+            if side is None:
+                continue
+            for request_id, state in side._states.items():
+                assert live.get(request_id) is state.request, f"{request_id} is not alive"
+            for request_id, request in side._bypassed.items():
+                assert live.get(request_id) is request, f"{request_id} is not alive"
+            states = {id(state) for state in side._states.values()}
+            assert side._in_flight.keys() <= live.keys(), "a load of nobody"
+            assert side._cancelled | side._unwanted <= side._in_flight.keys(), "a load is cancelled that has ended"
+            assert side._late.keys() <= side._states.keys(), "a late answer for nobody"
+            assert all(id(state) in states for state in side._loading_first.values()), "others wait for nobody"
+            assert all(id(state) in states for state, _ in side._nameless.values()), "a gather of nobody"
+
+    def check_nothing_is_passed_over(self, output: Any) -> None:
+        """Every block that is full after this step is saved, or is not to be; rejected drafts may hold one back."""
+        for connector in self.connectors:
+            for request_id, state in connector._scheduler._states.items() if connector._scheduler is not None else ():
+                if request_id in output.num_scheduled_tokens and not self.scheduler.num_spec_tokens:
+                    num_computed = state.request.num_computed_tokens
+                    assert num_computed < state.save_at, f"{request_id}: {num_computed} tokens, next {state.save_at}"
 
     def check_idle(self) -> None:
         """Nothing of any request remains: no block, no state, no lease, no gather without a name."""
@@ -657,25 +846,18 @@ class Engine:
                 assert self.side.num_leases() == 0
 
     def check_answers(self) -> None:
-        """Every finished request has the answer of a cold engine; an aborted one, the beginning of it."""
-        for request_id, request in self.requests.items():
-            got = self.answer(request_id)
-            assert got == answer_to(request.prompt_token_ids or [], len(got)), request_id
+        """Every finished request has the answer of a cold engine; an aborted one, the beginning of it; and one that
+        ran through a change of weights, whatever came of it.
+        """
+        for request in self.all_requests:
+            if request.request_id in self.worker.tainted:
+                continue
+            got = list(request.output_token_ids)
+            assert got == answer_to(request.prompt_token_ids or [], len(got)), request.request_id
 
-    def check_store(self, *others: "Engine") -> set[bytes]:
-        """Every payload in the server is the KV that its key names. Returns the keys that were recognised."""
+    def check_store(self) -> set[bytes]:
+        """Every payload in the server is the KV that its key names. Returns the keys."""
         assert self.server is not None
-        right: dict[bytes, tuple[Digest, ...]] = {}
-        for engine in (self, *others):
-            for request in engine.requests.values():
-                prompt = list(request.prompt_token_ids or [])
-                # One token more than was answered: a step in flight may have computed what nobody heard of.
-                token_ids = prompt + answer_to(prompt, request.max_tokens)
-                digests = digests_of(token_ids)
-                for epoch in {b"", engine.side._epoch if engine.side is not None else b""}:
-                    for number, key in enumerate(engine._keys(request, token_ids, epoch)):
-                        right[key] = tuple(digests[number * self.block_size : (number + 1) * self.block_size])
         for key, stored in self.server.blocks.items():
-            assert key in right, f"a key that no request has: {key.hex()}"
-            assert stored.payload == right[key], f"wrong KV under {key.hex()}"
+            self.worker.sides[self._ours].rights.check(key, stored.payload)
         return set(self.server.blocks)

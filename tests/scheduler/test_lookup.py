@@ -53,9 +53,11 @@ def test_at_least_one_token_is_computed(model: Path, shape: dict[str, Any], num_
 
 
 @pytest.mark.parametrize(("local", "external", "answer"), [(32, 96, 64), (64, 32, 0), (96, 96, 0), (0, 96, 96)])
-def test_what_the_engine_has_already_is_not_counted(model: Path, local: int, external: int, answer: int) -> None:
+def test_what_the_engine_has_already_is_not_counted(
+    model: Path, shape: dict[str, Any], local: int, external: int, answer: int
+) -> None:
     """The answer is what lies beyond the local hit, never negative, and synchronous when it is none (C09)."""
-    engine = filled(model)
+    engine = filled(model, **shape)
     for key in engine.keys_of(engine.requests["first"], PROMPT)[external // 16 :]:
         engine.server.drop(key)
     request = engine.add("second", PROMPT)
@@ -146,9 +148,9 @@ def test_aborted_while_its_lookup_is_out(model: Path, shape: dict[str, Any]) -> 
     engine.check_idle()
 
 
-def test_a_load_that_the_engine_did_not_choose_is_not_made(model: Path) -> None:
+def test_a_load_that_the_engine_did_not_choose_is_not_made(model: Path, shape: dict[str, Any]) -> None:
     """update_state_after_alloc(..., 0) with real blocks: no load, and the lease is let go (C10)."""
-    engine = filled(model)
+    engine = filled(model, **shape)
     request = engine.add("second", PROMPT)
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
     assert engine.server.held_leases()
@@ -188,6 +190,92 @@ def test_requests_of_one_prefix_share_one_load(model: Path, shape: dict[str, Any
     engine.run()
 
     assert engine.worker.num_loaded_blocks == 6
+    engine.check_answers()
+    engine.check_idle()
+
+
+def test_nobody_waits_for_anothers_load_longer_than_a_load_may_take(model: Path, shape: dict[str, Any]) -> None:
+    """The first one's load does not end: after the deadline of a load the second makes its own (C53)."""
+    engine = filled(model, extra_config={"load_timeout_ms": 5000}, **shape)
+    engine.worker.withhold_loads = True
+    engine.add("first of two", PROMPT)
+    engine.step()
+    engine.add("second of two", PROMPT)
+    engine.steps(5)
+    engine.server.clock.advance(4.9)
+    engine.steps(5)
+    assert set(matches_of(engine, "second of two")) == {(None, False)}
+    engine.server.clock.advance(0.2)
+    engine.steps(3)
+    assert matches_of(engine, "second of two")[-1] == (96, True)
+    engine.worker.withhold_loads = False
+    engine.run()
+
+    engine.check_answers()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("num_tokens", [96, 97, 100, 111, 112])
+def test_a_local_hit_as_long_as_can_be_is_not_asked_about_at_admission(
+    model: Path, shape: dict[str, Any], num_tokens: int
+) -> None:
+    """Also when only the tail of a block is left: 0 lookups on the path (C54). Off it, one without a promise."""
+    engine = Engine(model, FakeServer(), **shape)
+    prompt = list(range(num_tokens))
+    engine.finish("first", prompt)
+    lookups, waits = engine.server.calls["lookup"], engine.server.num_waits
+    request = engine.add("second", prompt)
+    local = (num_tokens - 1) // 16 * 16
+    assert engine.connector.get_num_new_matched_tokens(request, local) == (0, False)
+    assert engine.server.calls["lookup"] == lookups
+    engine.run()
+
+    assert engine.server.calls["lookup"] == lookups + 1
+    assert engine.server.num_waits == waits
+    assert not engine.server.leases
+    engine.check_idle()
+
+
+def test_a_late_answer_stops_nobody(model: Path, shape: dict[str, Any]) -> None:
+    """Ten prompts while a request decodes and no lookup is answered: one RPC each, however many blocks, and the
+    scheduler stands still at most once per step, a moment (C54).
+    """
+    engine = filled(model, num_blocks=200, max_num_seqs=16, **shape)
+    engine.add("decoding", range(8), max_tokens=60)
+    engine.steps(3)
+    engine.server.hold()
+    for number in range(10):
+        engine.add(f"r{number}", [*PROMPT[:96], *range(number, number + 96)], max_tokens=3)
+    decoded, waits = len(engine.answer("decoding")), engine.server.num_waits
+    engine.steps(20)
+
+    assert engine.server.num_outstanding() == 10
+    assert engine.server.num_waits - waits <= 20
+    assert len(engine.answer("decoding")) >= decoded + 20, "a token in every step"
+    engine.server.let_go()
+    engine.run()
+    assert engine.server.calls["lookup"] == 10
+    engine.check_answers()
+    engine.check_idle()
+
+
+def test_a_load_writes_only_what_the_engine_lacks(model: Path, shape: dict[str, Any]) -> None:
+    """Local 48, external 64: the block [48, 64) is loaded; the pages of [0, 48), shared with others, are not (C40)."""
+    engine = Engine(model, FakeServer(), **shape)
+    engine.finish("theirs", PROMPT[:64])
+    engine.clear_local()
+    engine.add("sharing", PROMPT[:50], max_tokens=30, kv_transfer_params={"prefixd.load": False})
+    engine.steps(4)
+    shared = engine.scheduler.kv_cache_manager.get_block_ids("sharing")[0][:3]
+    before = [list(engine.worker.pages[block_id]) for block_id in shared]
+    engine.add("second", [*PROMPT[:64], 1, 2, 3])
+    engine.run()
+
+    assert engine.connector.matches[-1] == ("second", 48, (16, True))
+    loads = [load for plan in engine.worker.plans for load in plan.loads]
+    assert [len(load.block_ids) for load in loads] == [1]
+    assert not set(loads[0].block_ids) & set(shared)
+    assert [engine.worker.pages[block_id] for block_id in shared] == before
     engine.check_answers()
     engine.check_idle()
 

@@ -160,6 +160,26 @@ def test_preempted_and_resumed_in_one_step(model: Path, shape: dict[str, Any], r
     engine.check_idle()
 
 
+@pytest.mark.parametrize("max_tokens", [31, 32, 33, 40])
+def test_a_preempted_request_costs_no_more_than_without_a_connector(
+    model: Path, shape: dict[str, Any], max_tokens: int
+) -> None:
+    """A cache needs no delivery: no finished output is thrown away and computed again for our sake, also not one that
+    was on its last step (C62).
+    """
+    with_cache, without = crowded(model, max_tokens=max_tokens, **shape), Engine(model, None, num_blocks=8, **shape)
+    with_cache.server.down = True  # nothing is loaded: as many tokens are computed as without a cache
+    assert with_cache.connector.requires_kv_delivery is False
+    for request_id, prompt in PROMPTS.items():
+        without.add(request_id, prompt, max_tokens=max_tokens)
+    with_cache.run()
+    without.run()
+
+    assert any(request.num_preemptions for request in without.requests.values()), "positive control"
+    assert with_cache.worker.num_computed_tokens == without.worker.num_computed_tokens
+    with_cache.check_idle()
+
+
 def test_the_victims_blocks_in_the_same_step(model: Path, shape: dict[str, Any]) -> None:
     """Its blocks go to another request in the very output that reports the preemption: no save names them for it."""
     engine = crowded(model, enable_prefix_caching=False, **shape)

@@ -40,6 +40,27 @@ def test_the_block_that_fills_on_the_last_step_is_saved(model: Path, shape: dict
     engine.check_idle()
 
 
+def test_a_step_that_fills_no_block_costs_nothing(model: Path, shape: dict[str, Any]) -> None:
+    """No RPC, no gather, no name; a step that fills one has exactly that one, though it allocates none for it."""
+    engine = Engine(model, FakeServer(), **shape)
+    engine.add("r", range(40), max_tokens=200)
+    engine.steps(4)
+    engine.outputs.clear()
+    calls = dict(engine.server.calls)
+    engine.steps(160)
+
+    plans = [output.kv_connector_metadata for output in engine.outputs]
+    assert engine.server.calls == calls
+    assert sum(len(plan.saves) for plan in plans) == 10
+    for plan, output in zip(plans, engine.outputs, strict=True):
+        computed = output.scheduled_cached_reqs.num_computed_tokens[0] + 1
+        assert len(plan.saves) == (computed % 16 == 0)
+        assert plan.loads == ()
+        if plan.saves:
+            assert output.scheduled_cached_reqs.new_block_ids == [None]
+    assert sum(len(plan.names) for plan in plans) == sum(save.name is None for plan in plans for save in plan.saves)
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [16, 24, 48, 100])
 def test_chunks_of_a_prompt_are_saved_like_a_whole_one(
     model: Path, shape: dict[str, Any], max_num_batched_tokens: int
@@ -168,6 +189,46 @@ def test_beside_another_connector_that_wins_every_load(model: Path, shape: dict[
     assert ours.num_already_present == 0
     assert set(ours.blocks) == set(other.blocks) == engine.check_store()
     assert not other.held_leases()
+    engine.check_answers()
+    engine.check_idle()
+
+
+def test_before_another_connector_that_has_more(model: Path, shape: dict[str, Any]) -> None:
+    """MultiConnector [ours, other]: vLLM takes ours, the first with a hit; afterwards both have all, once."""
+    ours, other = FakeServer(), FakeServer()
+    engine = Engine(model, ours, beside=other, ours_first=True, **shape)
+    engine.finish("first", range(100))
+    engine.clear_local()
+    for key in engine.keys_of(engine.requests["first"], range(100))[2:]:
+        ours.drop(key)
+    engine.finish("second", range(100), max_tokens=30)
+
+    mine, theirs = engine.worker.sides
+    assert engine.connector.matches[-1] == ("second", 0, (32, True))
+    assert (mine.num_loaded_blocks, theirs.num_loaded_blocks) == (2, 0)
+    assert set(other.blocks) == engine.check_store()
+    assert len(ours.blocks) == 8
+    assert ours.num_already_present == other.num_already_present == 0
+    assert not other.held_leases()
+    engine.check_idle()
+
+
+def test_before_another_connector_that_wins_when_ours_has_nothing(model: Path, shape: dict[str, Any]) -> None:
+    """MultiConnector [ours, other]: the other loads, ours saves what its server lacks; few blocks, resumes."""
+    ours, other = FakeServer(), FakeServer()
+    engine = Engine(model, ours, beside=other, ours_first=True, num_blocks=12, **shape)
+    engine.finish("first", range(48))
+    engine.clear_local()
+    ours.blocks.clear()
+    engine.worker.load_delay = 2
+    for number in range(4):
+        engine.add(f"r{number}", [*range(48), *range(number, number + 10)], max_tokens=40)
+    engine.run()
+
+    _, theirs = engine.worker.sides
+    assert any(request.num_preemptions for request in engine.requests.values()), "positive control"
+    assert theirs.num_loaded_blocks >= 3
+    assert set(other.blocks) == engine.check_store()
     engine.check_answers()
     engine.check_idle()
 

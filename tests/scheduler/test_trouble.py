@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from tests.fakes import FakeServer
 from tests.scheduler.harness import TAINTED, Engine, answer_to
@@ -48,6 +50,72 @@ def test_under_the_policy_fail_only_that_request_fails(model: Path, shape: dict[
     assert engine.finished["third"] == "length"
     engine.check_store()
     engine.check_idle()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize("load_delay", [0, 3])
+def test_a_lost_block_that_two_requests_share_is_computed_once(
+    model: Path, shape: dict[str, Any], lost: int, load_delay: int
+) -> None:
+    """Two prompts with 64 tokens in common come in one step; the load of a shared block fails (C28)."""
+    engine = filled(model, num_blocks=40, **shape)
+    engine.worker.load_delay = load_delay
+    computed = engine.worker.num_computed_tokens
+    engine.worker.plans.clear()
+    for name in ("one", "two"):
+        request = engine.add(name, [*PROMPT[:64], *(ord(letter) for letter in name)], max_tokens=5)
+        engine.connector.get_num_new_matched_tokens(request, 0)  # both are promised four blocks
+    key = engine.keys_of(request)[lost]
+    engine.server.drop(key)
+    engine.run()
+
+    assert engine.counts()["scheduler"]["failed_loads"] == 1
+    assert sum(len(plan.loads) for plan in engine.worker.plans) == 1, "the other one waits for what the first computes"
+    in_flight = shape.get("in_flight", 1) - 1
+    assert engine.worker.num_computed_tokens - computed <= (64 - 16 * lost) + 2 * (3 + 5 - 1 + in_flight)
+    assert key in engine.check_store(), "what was lost is saved again"
+    engine.check_answers()
+    engine.check_idle()
+
+
+def test_under_the_policy_fail_the_bad_block_is_not_left_in_the_engines_cache(
+    model: Path, shape: dict[str, Any]
+) -> None:
+    """Whoever comes next computes it; a second request that was promised the same is asked about anew (C28)."""
+    engine = filled(model, policy="fail", **shape)
+    engine.worker.load_delay = 2
+    for name in ("one", "two"):
+        engine.add(name, [*PROMPT[:64], *(ord(letter) for letter in name)], max_tokens=5)
+    engine.step()
+    engine.server.drop(engine.keys_of(engine.requests["first"], PROMPT)[1])
+    engine.run()
+    engine.finish("three", [*PROMPT[:64], 1, 2, 3], max_tokens=5)
+
+    assert engine.finished == {"first": "length", "one": "error", "two": "length", "three": "length"}
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
+def test_an_id_used_twice(model: Path, shape: dict[str, Any]) -> None:
+    """Aborted at any moment, and at once the same id with another prompt: nothing of the first is in the second."""
+    for num_steps in range(8):
+        engine = filled(model, **shape)
+        engine.worker.load_delay = 2
+        engine.add("r", [*PROMPT, 1, 2, 3], max_tokens=30)
+        engine.steps(num_steps)
+        engine.abort("r")
+        while "r" in engine.scheduler.requests:  # vLLM keeps it until its load was reported
+            engine.step()
+        while any("r" in output.num_scheduled_tokens for output, _ in engine._queue):
+            engine.step()  # vLLM would give the answer to the new one
+        engine.add("r", [*PROMPT[:64], *range(40)], max_tokens=30)
+        engine.run()
+
+        assert engine.finished["r"] == "length"
+        engine.check_answers()
+        engine.check_store()
+        engine.check_idle()
 
 
 def test_clients_that_leave_during_a_load(model: Path, shape: dict[str, Any]) -> None:
@@ -191,7 +259,7 @@ def test_what_was_computed_before_a_reset_never_appears_after_it(
         request = engine.add("r", range(40), max_tokens=40)
         engine.steps(num_steps)
         assert engine.scheduler.reset_connector_cache() is True
-        engine.worker.taint_pages()
+        engine.worker.taint()
         engine.run()
 
         fresh = set(engine._keys(request, None, engine.side._epoch))
@@ -207,7 +275,7 @@ def test_old_blocks_that_the_engine_itself_still_hits_are_not_saved_anew(model: 
     engine.add("second", PROMPT)
     engine.steps(4)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
-    engine.worker.taint_pages()
+    engine.worker.taint()
     request = engine.add("third", PROMPT)
     engine.run()
 
@@ -232,6 +300,125 @@ def test_a_reset_while_a_load_is_in_flight(model: Path, shape: dict[str, Any]) -
         engine.check_answers()
         engine.check_store()
         engine.check_idle()
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+@pytest.mark.parametrize("load_delay", [0, 1, 3])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "MultiConnector"])
+def test_new_weights_whatever_is_under_way(
+    model: Path, shape: dict[str, Any], preempt: bool, load_delay: int, beside: bool
+) -> None:
+    """At any step, with a request that runs, one that loads (under MultiConnector from the other connector's server),
+    and one that was loaded and is not scheduled yet: no KV of the old weights is saved under the fresh epoch, and what
+    is computed from scratch is. The harness looks at every payload.
+    """
+    for num_steps in range(1, 9):
+        other = FakeServer() if beside else None
+        engine = Engine(model, FakeServer(), beside=other, num_blocks=40, **shape)
+        engine.finish("first", PROMPT)
+        engine.clear_local()
+        engine.worker.load_delay = load_delay
+        engine.add("running", range(300, 340), max_tokens=60)
+        engine.steps(3)
+        engine.add("loading", [*PROMPT, 1, 2, 3], max_tokens=40)
+        engine.steps(num_steps)
+        engine.load_new_weights(preempt=preempt)
+        engine.run()
+        engine.finish("last", [*range(900, 948), 1], max_tokens=20)
+
+        fresh = set(engine._keys(engine.requests["last"], None, engine.side._epoch)[:4])
+        assert fresh <= set(engine.server.blocks)
+        engine.check_answers()
+        engine.check_idle()
+
+
+# --- pause and sleep: what EngineCore.pause_scheduler and sleep do to a scheduler
+
+
+def finish_pause(engine: Engine) -> None:
+    """Its caches are reset, ours with them; at sleep the KV itself is gone afterwards."""
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is True
+    engine.worker.pages = [[None] * engine.block_size for _ in engine.worker.pages]
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pause_and_sleep(model: Path, shape: dict[str, Any], mode: str) -> None:
+    """At any step, with requests that run, wait and load: the engine becomes idle, nothing remains, and who came
+    meanwhile is served afterwards, without a hit of before.
+    """
+    for num_steps in range(1, 12):
+        engine = filled(model, num_blocks=16, **shape)
+        engine.worker.load_delay = 3
+        engine.add("running", range(300, 340), max_tokens=20)
+        engine.add("loading", [*PROMPT, 1, 2, 3], max_tokens=5)
+        engine.steps(num_steps)
+        if mode == "abort":
+            for name in list(engine.scheduler.requests):
+                if name not in engine.finished:
+                    engine.abort(name)
+        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        engine.add("meanwhile", PROMPT, max_tokens=5)
+        for _ in range(100):
+            if not engine.scheduler.has_requests() and not engine._queue:
+                break
+            engine.step()
+        assert not engine.scheduler.has_requests(), "the pause completes"
+        assert not engine.worker.loading_block_ids()
+        if any(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in engine.requests.values()):
+            # Up to 0.30 vLLM does not admit a request that was loaded when it pauses: the reset fails, without us.
+            assert mode == "wait"
+            assert not hasattr(engine.scheduler, "kv_holding_waiting")
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+                finish_pause(engine)
+            continue
+        loaded = engine.worker.num_loaded_blocks
+        finish_pause(engine)
+        engine.run()
+
+        assert matches_of(engine, "meanwhile")[-1] == (0, False)
+        assert engine.worker.num_loaded_blocks == loaded
+        assert engine.finished["meanwhile"] == "length"
+        engine.check_answers()
+        engine.check_idle()
+
+
+def test_pause_that_keeps_its_requests(model: Path, shape: dict[str, Any]) -> None:
+    """Mode keep: the steps in flight end, nothing is scheduled; afterwards all run on, computed from scratch."""
+    for num_steps in range(1, 12):
+        engine = filled(model, num_blocks=40, **shape)
+        requests = [engine.add(f"r{start}", range(start, start + 40), max_tokens=30) for start in (300, 400)]
+        engine.steps(num_steps)
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while engine._queue:
+            engine.step()
+        engine.steps(3)
+        finish_pause(engine)
+        engine.run()
+
+        fresh = {key for request in requests for key in engine._keys(request, None, engine.side._epoch)[:4]}
+        assert fresh <= set(engine.server.blocks), "they were computed anew, all of their blocks"
+        engine.check_answers()
+        engine.check_idle()
+
+
+def test_pause_that_clears_nothing(model: Path, shape: dict[str, Any]) -> None:
+    """clear_cache false: the connector is not told, and goes on where it was."""
+    engine = filled(model, num_blocks=40, **shape)
+    engine.worker.load_delay = 2
+    engine.add("second", [*PROMPT, 1, 2, 3], max_tokens=30)
+    engine.add("third", range(300, 340), max_tokens=30)
+    for _ in range(12):
+        engine.step()
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        engine.steps(2)
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.run()
+
+    assert engine.worker.num_loaded_blocks == 6
+    assert len(engine.check_store()) == 6 + 2 + 4
+    engine.check_answers()
+    engine.check_idle()
 
 
 # --- hooks that raise
