@@ -18,7 +18,7 @@ Not here: names, ages and leases. Which blocks have to go is decided in `cache.p
 segments a class may call its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,16 @@ class Cut:
 class Arena:
     """Owns every segment. Single-threaded; only `Segment.touch` may run elsewhere."""
 
-    def __init__(self, budget_bytes: int, segment_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        segment_bytes: int | None = None,
+        new_segment: Callable[[int, int], Segment] = Segment,
+        drop_segment: Callable[[Segment], None] = Segment.close,
+    ) -> None:
+        """`new_segment` makes one of an id and a number of bytes, `drop_segment` takes one that nobody has used."""
+        self._new_segment = new_segment
+        self._drop_segment = drop_segment
         self.budget_bytes = budget_bytes
         self.segment_bytes = segment_bytes or segment_bytes_for(budget_bytes)
         self.max_segments = budget_bytes // self.segment_bytes
@@ -139,7 +148,7 @@ class Arena:
     def begin_segment(self) -> Segment:
         """A new segment, charged to the budget at once. Touch it, then call `finish_segment` or `abandon_segment`."""
         assert self.num_segments < self.max_segments, f"{self.num_segments} of {self.max_segments} segments"
-        segment = Segment(self._next_segment_id, self.segment_bytes)
+        segment = self._new_segment(self._next_segment_id, self.segment_bytes)
         self._next_segment_id += 1
         self._num_touching += 1
         return segment
@@ -152,12 +161,35 @@ class Arena:
     def abandon_segment(self, segment: Segment) -> None:
         """It could not be touched. The budget shrinks to what exists."""
         self._num_touching -= 1
-        segment.close()
+        self._drop_segment(segment)
         self.stop_growing()
 
     def stop_growing(self) -> None:
         """The machine has no more memory: live with what there is."""
         self.max_segments = self.num_segments
+
+    def adopt(self, segment: Segment, slot_class: SlotClass | None, named: Slots, held: Slots) -> None:
+        """A touched segment of an earlier server, cut for a class or spare. `held`: somebody may still write there.
+
+        Whoever reads a slot that has no name here reads something that is over: those generations are raised.
+        """
+        assert self.num_segments < self.max_segments, f"{self.num_segments} of {self.max_segments} segments"
+        self._next_segment_id = max(self._next_segment_id, segment.id + 1)
+        if slot_class is None:
+            assert not len(named) and not len(held), f"segment {segment.id} has slots and no class"
+            self._spares.append(segment)
+            return
+        cut = Cut(segment, slot_class)
+        self._cuts[segment.id] = slot_class.cuts[segment.id] = cut
+        for slots, state in ((named, _NAMED), (held, _RESERVED)):
+            numbers = (slots & np.uint64(0xFFFFFFFF)).astype(np.int64) // cut.granules
+            assert not cut.states[numbers].any(), f"slots of {segment.id} were given twice"
+            cut.states[numbers] = state
+        cut.num_reserved = len(held)
+        cut.num_free -= len(named) + len(held)
+        is_unnamed = np.ones(segment.num_granules, dtype=np.bool_)
+        is_unnamed[(named & np.uint64(0xFFFFFFFF)).astype(np.int64)] = False
+        segment.generations[is_unnamed] += np.uint32(1)
 
     def grow(self) -> None:
         """Touch all that is wanted, here and now: for tests and tools."""
@@ -288,6 +320,11 @@ class Arena:
     def stored_bytes(self) -> int:
         """Slots with a name."""
         return sum(cut.num_named * cut.slot_class.slot_bytes for cut in self._cuts.values())
+
+    @property
+    def spares(self) -> list[Segment]:
+        """Touched segments without a class."""
+        return list(self._spares)
 
     def close(self) -> None:
         """Give up all descriptors."""

@@ -588,6 +588,37 @@ class Cache:
         self.counters.recut_segments += 1
         self._forget_if_idle(self._namespaces[cut.slot_class.namespace])
 
+    # --- an earlier server's ----------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The clock of everything here."""
+        return self._now()
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """All that have a block, a session or a slot."""
+        return list(self._namespaces.values())
+
+    @property
+    def age(self) -> int:
+        """Of the youngest use so far."""
+        return self._age
+
+    def adopt_age(self, age: int) -> None:
+        """What comes is younger than what was taken over."""
+        self._age = max(self._age, age)
+
+    def adopt_namespace(self, namespace: Namespace) -> Namespace:
+        """It was an earlier server's. Its segments have to come (`Arena.adopt`) before anything else happens."""
+        assert namespace.fingerprint not in self._namespaces, f"{namespace.fingerprint.hex()} is here already"
+        self._namespaces[namespace.fingerprint] = namespace
+        return namespace
+
+    def give_back_held(self, namespace: Namespace, slots: Slots) -> None:
+        """Slots that a client of an earlier server could write into, and cannot any more."""
+        self.arena.give_back(slots)
+        self._forget_if_idle(namespace)
+
     # --- figures --------------------------------------------------------------------------------------------
 
     @property

@@ -77,14 +77,22 @@ def main() -> None:
     show_default=True,
     help="A hit from a slower tier is promised if loading it takes less than this share of recomputing it.",
 )
-def serve(listen: tuple[str, ...], memory: str, gate_share: float, url: str | None, **redis: Any) -> None:
+@click.option(
+    "--persist",
+    metavar="DIR",
+    help="Keep the memory over a clean stop (SIGTERM), for the next server with the same DIR and --memory. "
+    "On a tmpfs, with room for --memory and 1/256 more; one server per DIR.",
+)
+def serve(
+    listen: tuple[str, ...], memory: str, gate_share: float, persist: str | None, url: str | None, **redis: Any
+) -> None:
     """Serve until SIGTERM."""
     try:
         if url is not None:
             hide_argument(password_in(url))
         options = RedisOptions(url, **{name.removeprefix("redis_"): value for name, value in redis.items()})
         redis_config = parse_redis(options, os.environ)
-        config = parse_config(listen, memory, gate_share)
+        config = parse_config(listen, memory, gate_share, persist)
         check_limit(config, memory_limit())
     except ConfigError as error:
         _fail(2, str(error))

@@ -76,6 +76,7 @@ class ServerConfig:
     listen: tuple[Address, ...]
     memory_bytes: int
     gate_share: float = DEFAULT_GATE_SHARE
+    persist: Path | None = None  # where the memory lies, so that it outlives a clean stop; None: it does not
 
     def __post_init__(self) -> None:
         if not self.listen:
@@ -89,12 +90,17 @@ class ServerConfig:
             raise ConfigError("gate-share", str(self.gate_share), allowed)
 
 
-def parse_config(listen: Sequence[str], memory: str, gate_share: float = DEFAULT_GATE_SHARE) -> ServerConfig:
+def parse_config(
+    listen: Sequence[str], memory: str, gate_share: float = DEFAULT_GATE_SHARE, persist: str | None = None
+) -> ServerConfig:
     """Strings of the command line become a `ServerConfig` or a `ConfigError`."""
     memory_bytes = parse_size("memory", memory)
     if memory_bytes < MIN_MEMORY_BYTES:
         raise ConfigError("memory", memory, "at least 64MiB (one segment)")
-    return ServerConfig(tuple(parse_address("listen", text) for text in listen), memory_bytes, gate_share)
+    if persist is not None and not persist.startswith("/"):
+        raise ConfigError("persist", persist, "an absolute path on a tmpfs, for instance /dev/shm/prefixd")
+    addresses = tuple(parse_address("listen", text) for text in listen)
+    return ServerConfig(addresses, memory_bytes, gate_share, Path(persist) if persist is not None else None)
 
 
 def check_limit(config: ServerConfig, limit_bytes: int | None) -> None:

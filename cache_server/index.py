@@ -41,6 +41,24 @@ class Evicted:
     num_doomed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """All blocks of an index, column by column: what a snapshot keeps. n blocks, one element each."""
+
+    keys: npt.NDArray[np.uint64]  # [n][key_bytes / 8]
+    parents: npt.NDArray[np.uint32]  # 1 + position of the parent among these blocks, 0: it is not here
+    depths: npt.NDArray[np.uint32]
+    uses: npt.NDArray[np.int64]
+    slots: Slots  # [n][num_shards]
+    generations: npt.NDArray[np.uint32]  # the same shape
+    checksums: npt.NDArray[np.uint64]  # the same shape
+    orphans: npt.NDArray[np.uint32]  # positions of blocks that are not first and whose parent is not here
+    orphan_parents: npt.NDArray[np.uint64]  # the keys of their parents
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
 class Index:
     """The blocks of one namespace."""
 
@@ -297,6 +315,110 @@ class Index:
         """The slots of all blocks."""
         named: Slots = self.slots[self.slots != 0]
         return named
+
+    # --- all at once ----------------------------------------------------------------------------------------
+
+    def columns(self) -> Columns:
+        """Everything, except for blocks that can never be reached: their parent is here at another depth."""
+        live = self._live[: self._next_row]
+        is_child = (self.depth[: self._next_row] > 0) & (self.parent[: self._next_row] == 0)
+        is_orphan = np.zeros(len(live), dtype=np.bool_)
+        is_orphan[list(self._awaits)] = True
+        is_orphan &= is_child & live
+        rows = np.flatnonzero(live & (~is_child | is_orphan))
+        # A block that goes takes along what extends it.
+        while True:
+            positions = np.zeros(self._next_row, dtype=np.uint32)
+            positions[rows] = np.arange(1, len(rows) + 1, dtype=np.uint32)
+            lost = (self.parent[rows] != 0) & (positions[self.parent[rows]] == 0)
+            if not lost.any():
+                break
+            rows = rows[~lost]
+        orphans = np.flatnonzero(is_orphan[rows])
+        waited_for = b"".join(self._awaits[row] for row in rows[orphans].tolist())
+        return Columns(
+            self._keys[rows],
+            positions[self.parent[rows]],
+            self.depth[rows].astype(np.uint32),
+            self.last_use[rows],
+            self.slots[rows],
+            self.generations[rows],
+            self.checksums[rows],
+            orphans.astype(np.uint32),
+            np.frombuffer(waited_for, dtype=np.uint64).reshape(-1, self.key_bytes // 8),
+        )
+
+    @classmethod
+    def of_columns(cls, columns: Columns, num_shards: int, now: float) -> "Index":
+        """The index that has these blocks. ValueError: they contradict each other."""
+        words = columns.keys.shape[1]
+        index = cls(words * 8, num_shards)
+        count = len(columns)
+        if count + 1 > len(index._live):
+            index._resize(count + 1)
+        rows = slice(1, count + 1)
+        names = np.ascontiguousarray(columns.keys).view(f"V{words * 8}").ravel().tolist()
+        index._rows = dict(zip(names, range(1, count + 1), strict=True))
+        if len(index._rows) != count:
+            raise ValueError("a key is there twice")
+        index._next_row = count + 1
+        index._keys[rows] = columns.keys
+        index._live[rows] = True
+        index.parent[rows] = columns.parents
+        index.depth[rows] = columns.depths
+        index.last_use[rows] = columns.uses
+        index.told_at[rows] = -np.inf  # the tier below may have forgotten it
+        index.slots[rows] = columns.slots
+        index.generations[rows] = columns.generations
+        index.checksums[rows] = columns.checksums
+        index.num_present[rows] = np.count_nonzero(columns.slots, axis=1)
+        index.complete[rows] = index.num_present[rows] == num_shards
+        index.num_complete = int(np.count_nonzero(index.complete))
+        index._link(columns, now)
+        return index
+
+    def _link(self, columns: Columns, now: float) -> None:
+        count = len(columns)
+        rows = np.arange(1, count + 1)
+        parents = self.parent[rows]
+        linked = parents != 0
+        if count and int(columns.parents.max(initial=0)) > count:
+            raise ValueError("a parent is not there")
+        if (self.depth[rows[linked]] != self.depth[parents[linked]] + 1).any():
+            raise ValueError("a block is not one deeper than its parent")
+        awaiting = np.zeros(count + 1, dtype=np.bool_)
+        if len(columns.orphans):
+            if int(columns.orphans.max()) >= count:
+                raise ValueError("an orphan is not there")
+            awaiting[columns.orphans.astype(np.int64) + 1] = True
+        if ((self.depth[rows] > 0) != (linked | awaiting[rows])).any() or (linked & awaiting[rows]).any():
+            raise ValueError("blocks and their parents do not agree")
+        if (self.num_present[rows] == 0).any():
+            raise ValueError("a block without payload")
+        np.add.at(self.num_children, parents[linked], 1)
+        # A block is reachable when it and all its ancestors are complete and the last of them is the first of a chain.
+        reachable = self.complete[: count + 1].copy()
+        reachable[0] = True
+        ancestor = self.parent[: count + 1].copy()
+        is_first = ~awaiting
+        while ancestor.any():
+            reachable &= reachable[ancestor]
+            is_first &= is_first[ancestor]
+            ancestor = ancestor[ancestor]
+        reachable &= is_first
+        reachable[0] = False
+        self.reachable[: count + 1] = reachable
+        orphan_parents = np.ascontiguousarray(columns.orphan_parents).view(f"V{self.key_bytes}").ravel().tolist()
+        waited_for = dict(zip((columns.orphans.astype(np.int64) + 1).tolist(), orphan_parents, strict=True))
+        for row in np.flatnonzero(self._live[: count + 1] & ~reachable).tolist():
+            self.queue.unsettle(row, now)
+            parent = int(self.parent[row])
+            if row in waited_for or (parent and not reachable[parent]):
+                parent_key = self.key(parent) if parent else waited_for[row]
+                self._waiting.setdefault(parent_key, set()).add(row)
+                self._awaits[row] = parent_key
+        for row in rows[self.num_children[rows] == 0].tolist():
+            self.queue.push(row, int(self.last_use[row]))
 
     # --- rows -----------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""One segment: a piece of anonymous shared memory and the generations of what lies in it.
+"""One segment: a piece of shared memory and the generations of what lies in it.
 
 A segment is a memfd, sealed against resizing (a client that shrinks it would kill everybody else with SIGBUS), and
 a second, small memfd with one u32 *generation* per 4 KiB granule. The server maps the second one writable first
 and seals it against future writers then, so that a client can only map it read-only: nobody but the server
-can claim that a slot did not change.
+can claim that a slot did not change. With `--persist` both are files that outlive the server (`persist.py`).
 
 Invariant: a segment is touched in full before anyone else hears of it. Whoever touches a page first is charged
 for it, and the first write into untouched shared memory is 20 times slower than the second.
@@ -22,6 +22,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,21 +50,32 @@ def segment_bytes_for(budget_bytes: int) -> int:
     return size
 
 
+def generations_bytes_for(num_bytes: int) -> int:
+    """The size of the second file of a segment."""
+    return num_bytes // GRANULE_BYTES * 4
+
+
+class SegmentMemory(NamedTuple):
+    """What a segment is made of. The descriptors are what clients get: theirs of the generations can only read."""
+
+    fd: int
+    data: mmap.mmap
+    generations_fd: int
+    generations: mmap.mmap
+
+
 class Segment:
     """The memory of one segment. It lives as long as the server; only its cut changes."""
 
     __slots__ = ("data", "fd", "generations", "generations_fd", "id", "num_bytes", "num_granules")
 
-    def __init__(self, segment_id: int, num_bytes: int) -> None:
+    def __init__(self, segment_id: int, num_bytes: int, memory: SegmentMemory | None = None) -> None:
+        """`memory`: of both parts; None: anonymous, made here."""
         assert num_bytes % GRANULE_BYTES == 0, f"segment of {num_bytes} bytes"
         self.id = segment_id
         self.num_bytes = num_bytes
         self.num_granules = num_bytes // GRANULE_BYTES
-        self.fd, data = _shared_memory(f"prefixd-{segment_id}", num_bytes)
-        self.generations_fd, generations = _shared_memory(f"prefixd-{segment_id}-generations", self.num_granules * 4)
-        fcntl.fcntl(self.generations_fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE)
-        for fd in (self.fd, self.generations_fd):
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+        self.fd, data, self.generations_fd, generations = memory or _anonymous(segment_id, num_bytes)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
         self.generations: npt.NDArray[np.uint32] = np.frombuffer(generations, dtype=np.uint32)
 
@@ -91,6 +103,16 @@ class Segment:
         """Give up the descriptors; the memory goes with the last mapping of it."""
         os.close(self.fd)
         os.close(self.generations_fd)
+
+
+def _anonymous(segment_id: int, num_bytes: int) -> SegmentMemory:
+    fd, data = _shared_memory(f"prefixd-{segment_id}", num_bytes)
+    name = f"prefixd-{segment_id}-generations"
+    generations_fd, generations = _shared_memory(name, generations_bytes_for(num_bytes))
+    fcntl.fcntl(generations_fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    for sealed in (fd, generations_fd):
+        fcntl.fcntl(sealed, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+    return SegmentMemory(fd, data, generations_fd, generations)
 
 
 def _shared_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:

@@ -1,9 +1,10 @@
 """The composition root: one event loop, one arena, one cache, all addresses; from start to drained exit.
 
 Start: refuse what cannot work (a live server on the socket, a port in use, a Redis that refuses the password) with one
-line; touch the first segment, so that whoever sees 'ready' can save at once; serve. Stop, on SIGTERM or SIGINT: health
-says NOT_SERVING, clients get a Closing event, calls in flight may finish for GRACE_S, what is queued for Redis is
-written for DRAIN_S at most, socket files go, exit status 0.
+line; take over what an earlier server has kept (`--persist`); touch the first segment, so that whoever sees 'ready'
+can save at once; serve. Stop, on SIGTERM or SIGINT: health says NOT_SERVING, clients get a Closing event, calls in
+flight may finish for GRACE_S, what is queued for Redis is written for DRAIN_S at most, names are kept for the next
+server, socket files go, exit status 0.
 
 Not here: what is served (`service.py`), the command line (`cli.py`).
 """
@@ -32,13 +33,18 @@ from cache_server.descriptors import DescriptorServer
 from cache_server.gate import Gate
 from cache_server.growth import Growth
 from cache_server.lower_tier import LowerTier
+from cache_server.persist import FolderInUseError, PersistError
 from cache_server.redis_config import RedisConfig
 from cache_server.redis_topology import TierRefusedError
+from cache_server.segments import segment_bytes_for
 from cache_server.service import SERVICE_NAME, Service
+from cache_server.warm_restart import WarmRestart
 from protos import __version__
 
 GRACE_S: Final = 3.0
 DRAIN_S: Final = 20.0  # with GRACE_S less than the 30 s that Kubernetes waits before it kills
+LEAVE_S: Final = 1.0  # for mapped clients to let go of their slots, if the memory is kept
+LEAVE_STEP_S: Final = 0.02
 TELL_PER_TTL: Final = 4  # how often within a TTL Redis hears of a block that is used in memory
 TICK_S: Final = 1.0  # how late a deadline may be noticed when nothing else happens
 RECEIVE_LIMIT_BYTES: Final = 16 << 20  # grpc's own; ours (MAX_MESSAGE_BYTES) answers with the figures
@@ -75,7 +81,8 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for address in config.listen:
         _claim(address)
-    arena = Arena(config.memory_bytes)
+    warm = _open_persist(config.persist, config.memory_bytes) if config.persist else None
+    arena = warm.arena if warm else Arena(config.memory_bytes)
     cache = Cache(arena, tell_every_s=redis.ttl_s / TELL_PER_TTL if redis else None)
     growth = Growth(arena)
     gate = Gate(config.gate_share)
@@ -100,12 +107,12 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
                 service.serve_descriptors(descriptors)
                 paths.append(address.path)
             bound.append(_bind(server, address))
+        if warm is not None:
+            warm.reopen(cache)
         await growth.make_spare()
-        if stop.is_set():
-            return
-        if not arena.has_spare:
+        if not arena.num_segments:
             raise StartError(f"memory: the machine has none for the first segment of {arena.segment_bytes} bytes")
-        background = [asyncio.create_task(growth.run()), asyncio.create_task(_tick(cache))]
+        background = [asyncio.create_task(growth.run()), asyncio.create_task(_tick(cache, warm))]
         await server.start()
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -124,6 +131,13 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
         await server.stop(GRACE_S)
         if lower is not None:
             await lower.drain(DRAIN_S)
+        if warm is not None:
+            await _let_clients_leave(cache)
+            growth.close()
+            for task in background:
+                task.cancel()
+            await asyncio.wait(background)
+            warm.keep(cache)
         _log.info("stopped")
     finally:
         growth.close()
@@ -149,10 +163,29 @@ async def _connect(redis: RedisConfig, cache: Cache, growth: Growth, gate: Gate)
     return lower
 
 
-async def _tick(cache: Cache) -> None:
+async def _tick(cache: Cache, warm: WarmRestart | None) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         cache.expire()
+        if warm is not None:
+            warm.give_back_held(cache)
+
+
+def _open_persist(path: Path, memory_bytes: int) -> WarmRestart:
+    try:
+        return WarmRestart(path, memory_bytes, segment_bytes_for(memory_bytes))
+    except FolderInUseError as error:
+        raise StartError(f"persist: {error}") from None
+    except PersistError as error:
+        raise ConfigError("persist", str(path), str(error)) from None
+
+
+async def _let_clients_leave(cache: Cache) -> None:
+    """They were told; who is in the middle of a copy is not waited for: its slots are held."""
+    for _ in range(int(LEAVE_S / LEAVE_STEP_S)):
+        if not any(session.is_mapped for session in cache.sessions):
+            return
+        await asyncio.sleep(LEAVE_STEP_S)
 
 
 def _bind(server: Any, address: Address) -> str:
