@@ -101,10 +101,14 @@ class Bench:
         payload_bytes: int = GRANULE,
         num_shards: int = 1,
         tell_every_s: float | None = None,
+        arena: Arena | None = None,
+        prepare: Callable[[Cache], None] = lambda cache: None,
     ) -> None:
+        """`arena`: instead of the default; `prepare` sees the cache before anybody attaches."""
         ids = itertools.count(1)
-        self.arena = Arena(num_segments * segment_bytes, segment_bytes)
+        self.arena = arena or Arena(num_segments * segment_bytes, segment_bytes)
         self.cache = Cache(self.arena, now, lambda: next(ids), lambda: next(ids).to_bytes(16, "little"), tell_every_s)
+        prepare(self.cache)
         self.payload_bytes = payload_bytes
         self.num_shards = num_shards
         self.workers = [self.attach_worker(shard) for shard in range(num_shards)]

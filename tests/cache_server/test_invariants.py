@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cache_server.arena import Arena
 from cache_server.sessions import Session
 from cache_server.values import Blocks, HeldPayload, PutSlot
 from tests.cache_server.harness import GRANULE, NAMESPACE, Bench, chain, parents_of
@@ -22,10 +23,10 @@ CHAINS.append([*CHAINS[0][:5], *chain("branch", 6)])
 class Clients:
     """Two namespaces of different payload sizes, the first with two shards; workers come, write, and go."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, arena: Arena | None = None) -> None:
         self.random = Random(seed)
         self.clock = FakeClock()
-        self.bench = Bench(self.clock, num_segments=3, num_shards=2)
+        self.bench = Bench(self.clock, num_segments=3, num_shards=2, arena=arena)
         self.cache = self.bench.cache
         self.workers = list(self.bench.workers)
         self.schedulers = [self.bench.scheduler, self.bench.attach(fingerprint=OTHER, num_shards=1)]
@@ -33,6 +34,7 @@ class Clients:
         self.held: list[HeldPayload] = []
         self.puts: list[tuple[Session, PutSlot, bytes]] = []
         self.names: dict[tuple[int, int], bytes] = {}
+        self.held_over: list[int] = []  # slots of an earlier server's clients
         self.attach(2)
 
     # --- steps, each with how often it is taken
@@ -149,7 +151,7 @@ class Clients:
         arena, cache = self.bench.arena, self.cache
         named = [slot for namespace in self.namespaces() for slot in namespace.index.all_slots().tolist()]
         reserved = [slot for session in cache.sessions for slot in session.reserved]
-        reserved += [target.slot for _, target, _ in self.puts]
+        reserved += [target.slot for _, target, _ in self.puts] + self.held_over
         cuts = [cut for slot_class in arena.classes for cut in slot_class.cuts.values()]
 
         assert len({*named, *reserved}) == len(named) + len(reserved)
