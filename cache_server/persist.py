@@ -6,8 +6,10 @@ that runs. The snapshot exists between a clean stop and the next start only: it 
 and removed when it is read. So a server that was killed, or one that died after its start, leaves files without a
 snapshot, and the next one removes them.
 
-A file that was written to, cut, punched or exchanged in between has another *stamp*; the generations have a checksum
-beside it. Payloads have none: summing them up would take longer than the restart (docs/decisions/0010).
+A file that was cut, punched or exchanged in between has another *stamp*; the generations have a checksum beside it.
+Payloads have none: summing them up would take longer than the restart, and whoever may write into a segment could do
+so at any other time too (docs/decisions/0010). A file's times say nothing: a client's first write through its mapping
+changes them.
 
 Such files cannot be sealed as memfds are (the kernel seals those only): a client that shrinks one ends the server by
 SIGBUS. The generations are handed out through a descriptor that can only read.
@@ -42,12 +44,11 @@ class FolderInUseError(PersistError):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Which file it is and that nobody changed it, except through a mapping."""
+    """Which file it is, and how long."""
 
     device: int
     inode: int
     num_bytes: int
-    changed_ns: int
 
 
 def boot_id() -> bytes:
@@ -76,7 +77,7 @@ class PersistFolder:
                 raise FolderInUseError(f"another server uses {self.path}") from None
             room = os.statvfs(self.path)
             needed = memory_bytes + memory_bytes // _OVERHEAD
-            available = room.f_bavail * room.f_frsize + sum(file.stat().st_blocks * 512 for file in self._files())
+            available = room.f_bavail * room.f_frsize + sum(file.stat().st_blocks * _BLOCK_BYTES for file in self._files())
             # A tmpfs without a limit says that it has no blocks at all.
             if room.f_blocks and available < needed:
                 raise PersistError(f"its tmpfs has room for {available} bytes, the memory needs {needed}")
@@ -113,7 +114,7 @@ class PersistFolder:
                 raise PersistError(f"{path.name}: {error.strerror}") from None
             found = _stamp_of(status)
             if found != stamp:
-                raise PersistError(f"{path.name} was changed: {astuple(found)} is not {astuple(stamp)}")
+                raise PersistError(f"{path.name} is another file: {astuple(found)} is not {astuple(stamp)}")
             if status.st_blocks * _BLOCK_BYTES < stamp.num_bytes:
                 raise PersistError(f"{path.name} has {status.st_blocks * _BLOCK_BYTES} of {stamp.num_bytes} bytes")
         return self._map(segment_id, num_bytes)
@@ -196,7 +197,7 @@ def is_open_elsewhere(segment: Segment) -> bool:
 
 
 def _stamp_of(status: os.stat_result) -> Stamp:
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+    return Stamp(status.st_dev, status.st_ino, status.st_size)
 
 
 def _filesystem_of(path: Path) -> str:

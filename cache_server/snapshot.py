@@ -88,9 +88,7 @@ def pack(snapshot: Snapshot) -> bytes:
                     "id": segment.id,
                     "namespace": segment.namespace,
                     "payload_bytes": segment.payload_bytes,
-                    "stamps": [
-                        [stamp.device, stamp.inode, stamp.num_bytes, stamp.changed_ns] for stamp in segment.stamps
-                    ],
+                    "stamps": [[stamp.device, stamp.inode, stamp.num_bytes] for stamp in segment.stamps],
                     "generations_checksum": segment.generations_checksum,
                 }
                 for segment in snapshot.segments

@@ -227,11 +227,6 @@ def punch(path: Path) -> None:
         file.truncate(SEGMENT)
 
 
-def write_into(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.write(b"x")
-
-
 def replace(path: Path) -> None:
     """The same bytes in another file."""
     data = path.read_bytes()
@@ -273,11 +268,11 @@ DOUBTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another segment size": (put(32, b"\x01"), "with this --memory they have"),
     "segment missing": (on("segment-*", Path.unlink), "No such file"),
     "generations missing": (on("generations-*", Path.unlink), "No such file"),
-    "segment short": (on("segment-*", lambda path: os.truncate(path, SEGMENT - 1)), "was changed"),
-    "segment punched": (on("segment-*", punch), "was changed"),
-    "segment written to": (on("segment-*", write_into), "was changed"),
-    "segment exchanged": (on("segment-*", replace), "was changed"),
-    "generations written to": (on("generations-*", write_into), "was changed"),
+    "segment short": (on("segment-*", lambda path: os.truncate(path, SEGMENT - 1)), "is another file"),
+    "segment punched": (on("segment-*", punch), f"has {SEGMENT - GRANULE} of {SEGMENT} bytes"),
+    "segment exchanged": (on("segment-*", replace), "is another file"),
+    "generations exchanged": (on("generations-*", replace), "is another file"),
+    "generations short": (on("generations-*", lambda path: os.truncate(path, 8)), "is another file"),
     "a generation raised": (on("generations-*", raise_generation), "generations of segment . were changed"),
     "generation of a block": (edit_columns(generations=first_to(77)), "were replaced"),
     "more segments than memory": (

@@ -132,6 +132,13 @@ class EngineLike:
         call.wait(CALL_S)
         return call.answer()
 
+    def num_present(self, keys: Sequence[bytes]) -> int | None:
+        """How many leading blocks are there; None: nobody answered."""
+        answer = self.hits(keys)
+        if answer is None:
+            return None
+        return next((i for i in range(len(keys)) if not answer.is_present(i)), len(keys))
+
     def load(self, keys: Sequence[bytes]) -> int:
         """Look up and load what is promised, judge every byte. Returns how many leading payloads were right."""
         answer = self.hits(keys, lease=True)
