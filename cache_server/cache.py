@@ -55,6 +55,7 @@ MAX_LOOKUP_SLOTS = 256 * 1024  # num_shards times blocks that one lookup promise
 MAX_RESERVE_SLOTS = 4096  # per call: room for more may mean evicting as many blocks, 7 us each, while lookups wait
 MAX_COMMIT_BLOCKS = 16384  # per call: 5 us each
 HOARD_SHARE = 0.25  # of the budget, per session
+RESERVED_SHARE = 0.5  # of the budget: when sessions hoard more together, each gets its part of this and no more
 _NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 TAKE_EVERY_S = 1.0  # how often a class looks for a cold segment of others after it found none
 
@@ -300,6 +301,12 @@ class Cache:
         slot_class = worker.slot_class
         room = (self.max_reserved_bytes(slot_class) - session.reserved_bytes) // slot_class.slot_bytes
         num_now = min(num_slots, room, MAX_RESERVE_SLOTS)
+        # Else a few that came first, and rest on what they have, leave nothing to those that come later.
+        share = int(self.arena.budget_bytes * RESERVED_SHARE)
+        if self.arena.reserved_bytes + num_now * slot_class.slot_bytes > share:
+            part = max(share // self.sessions.num_mapped, slot_class.slot_bytes) - session.reserved_bytes
+            room = min(room, max(part, 0) // slot_class.slot_bytes)
+            num_now = min(num_now, room)
         slots, retry = self._find_room(session.namespace, slot_class, num_now)
         session.reserved.update(dict.fromkeys(slots.tolist(), session.namespace.flush_epoch))
         self.counters.reserved_slots += len(slots)

@@ -28,4 +28,8 @@ class Mismatch(RequestError):
 
 
 class TooMany(RequestError):
-    """A bound that protects the server is reached; later may be better."""
+    """A bound that protects the server is reached; later may be better, `retry_ms` from now if that is known."""
+
+    def __init__(self, text: str, retry_ms: int = 0) -> None:
+        super().__init__(text)
+        self.retry_ms = retry_ms

@@ -77,7 +77,9 @@ class PersistFolder:
                 raise FolderInUseError(f"another server uses {self.path}") from None
             room = os.statvfs(self.path)
             needed = memory_bytes + memory_bytes // _OVERHEAD
-            available = room.f_bavail * room.f_frsize + sum(file.stat().st_blocks * _BLOCK_BYTES for file in self._files())
+            available = room.f_bavail * room.f_frsize + sum(
+                file.stat().st_blocks * _BLOCK_BYTES for file in self._files()
+            )
             # A tmpfs without a limit says that it has no blocks at all.
             if room.f_blocks and available < needed:
                 raise PersistError(f"its tmpfs has room for {available} bytes, the memory needs {needed}")

@@ -26,6 +26,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cache_server.admission import MAX_CALLS, Admission
 from cache_server.arena import Arena
 from cache_server.cache import Cache
 from cache_server.config import Address, ConfigError, ServerConfig, TcpAddress, UnixAddress
@@ -38,6 +39,7 @@ from cache_server.redis_config import RedisConfig
 from cache_server.redis_topology import TierRefusedError
 from cache_server.segments import segment_bytes_for
 from cache_server.service import SERVICE_NAME, Service
+from cache_server.sessions import MAX_SESSIONS
 from cache_server.warm_restart import WarmRestart
 from protos import __version__
 
@@ -47,7 +49,7 @@ LEAVE_S: Final = 1.0  # for mapped clients to let go of their slots, if the memo
 LEAVE_STEP_S: Final = 0.02
 TELL_PER_TTL: Final = 4  # how often within a TTL Redis hears of a block that is used in memory
 TICK_S: Final = 1.0  # how late a deadline may be noticed when nothing else happens
-RECEIVE_LIMIT_BYTES: Final = 16 << 20  # grpc's own; ours (MAX_MESSAGE_BYTES) answers with the figures
+RECEIVE_LIMIT_BYTES: Final = 6 << 20  # grpc's own; ours (MAX_MESSAGE_BYTES) answers with the figures
 
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", RECEIVE_LIMIT_BYTES),
@@ -87,8 +89,9 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
     growth = Growth(arena)
     gate = Gate(config.gate_share)
     lower = await _connect(redis, cache, growth, gate) if redis else None
-    service = Service(cache, growth, secrets.randbits(64) or 1, __version__, gate, lower)
-    server = grpc.aio.server(options=_OPTIONS)
+    admission = Admission(SERVICE_NAME, "Attach", MAX_CALLS, MAX_SESSIONS)
+    service = Service(cache, growth, secrets.randbits(64) or 1, __version__, gate, lower, admission)
+    server = grpc.aio.server(options=_OPTIONS, interceptors=(admission,))
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

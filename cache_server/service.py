@@ -5,8 +5,8 @@ above MAX_MESSAGE_BYTES or malformed they are refused before anything is touched
 by hand (`wire.py`). Everything runs on the event loop; what a call does between two awaits is at most one message
 of CHUNK_BYTES or one batch of names, so lookups wait for little.
 
-Bounds: at most MAX_DATA_STREAMS each of Get and Put move bytes at a time, the others wait; a peer that moves nothing
-for STALL_S loses its stream. So the memory that streams need beside the slots is bounded whatever clients do.
+Bounds: so many Gets and Puts move bytes at a time, some wait a moment, the others are refused (`admission.py`); a peer
+that moves nothing for STALL_S loses its stream. So the memory that streams need beside the slots is bounded.
 
 Lookup is the one call that may take its time: `LowerTier.extend` holds it back, within `wait_ms`, for blocks that come
 from Redis. What it then answers is what memory has at that moment.
@@ -28,6 +28,7 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from cache_server import wire
+from cache_server.admission import Admission, Turns, pushback
 from cache_server.cache import Cache, check_packed
 from cache_server.descriptors import DescriptorServer
 from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
@@ -46,7 +47,7 @@ SERVICE_NAME: Final = "prefixd.v1.KvCache"
 CHUNK_BYTES: Final = 1 << 20  # of payload in one message
 MAX_MESSAGE_BYTES: Final = 4 << 20  # of any request: what every grpc client is able to receive and send by default
 MAX_TEXT_BYTES: Final = 64 << 10
-MAX_DATA_STREAMS: Final = 16
+MAX_LEASE_IDS: Final = 65536  # of one Release or Renew
 STALL_S: Final = 30.0
 PUT_WAIT_S: Final = 2.0  # for memory that is being touched
 _CHECKSUM_INLINE_BYTES: Final = 4 << 20  # more is summed in a thread
@@ -72,10 +73,12 @@ class Service:
         server_version: str,
         gate: Gate,
         lower: LowerTier | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._cache = cache
         self._growth = growth
         self._lower = lower
+        self._admission = admission
         self._epoch = server_epoch
         self._version = server_version
         self._loop = asyncio.get_running_loop()
@@ -84,8 +87,8 @@ class Service:
         self._descriptors: list[DescriptorServer] = []
         self._closing: dict[int, asyncio.Future[str]] = {}  # session id → why its Attach stream ends
         self._is_draining = False
-        self._gets = asyncio.Semaphore(MAX_DATA_STREAMS)
-        self._puts = asyncio.Semaphore(MAX_DATA_STREAMS)
+        self._gets = Turns("Get")
+        self._puts = Turns("Put")
 
     def handler(self) -> Any:
         """All calls, for `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -97,7 +100,7 @@ class Service:
                     if isawaitable(reply):
                         reply = await reply
                 except RequestError as error:
-                    await context.abort(_CODES[type(error)], str(error))
+                    await _abort(context, error)
                     raise
                 finally:
                     self._growth.nudge()
@@ -239,11 +242,11 @@ class Service:
         )
 
     def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        self._cache.release(request.session_id, request.lease_ids)
+        self._cache.release(request.session_id, _lease_ids(request))
         return pb.ReleaseReply()
 
     def _renew(self, request: pb.RenewRequest) -> pb.RenewReply:
-        renewed = self._cache.renew(request.session_id, request.lease_ids)
+        renewed = self._cache.renew(request.session_id, _lease_ids(request))
         return pb.RenewReply(renewed=renewed, lease_ms=int(LEASE_S * 1000))
 
     def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveReply:
@@ -270,7 +273,7 @@ class Service:
         if session.worker is None:
             raise InvalidRequest("a scheduler session has no shard: it cannot get")
         started_at, num_bytes, num_moved = 0.0, 0, 0
-        async with self._gets:
+        async with self._gets.turn():
             for index, key in enumerate(_split("keys", request.keys, session.namespace.key_bytes)):
                 held = self._cache.hold_payload(session, key)
                 if held is None:
@@ -311,7 +314,7 @@ class Service:
         counters.get_payloads += 1
 
     async def _put(self, _messages: AsyncIterator[bytes], context: _Context) -> bytes:
-        async with self._puts:
+        async with self._puts.turn():
             piece = await _read_piece(context)
             if piece is None or piece.header is None:
                 raise InvalidRequest("the first message of a Put has no header")
@@ -402,7 +405,9 @@ class Service:
             stored_bytes=cache.arena.stored_bytes,
             reserved_bytes=cache.arena.reserved_bytes,
             leased_bytes=cache.leased_bytes,
-            counters=cache.counters.as_dict() | (self._lower.figures() if self._lower is not None else {}),
+            counters=cache.counters.as_dict()
+            | self._refusals()
+            | (self._lower.figures() if self._lower is not None else {}),
             namespaces=[
                 pb.NamespaceStats(
                     fingerprint=figures.fingerprint,
@@ -428,6 +433,12 @@ class Service:
                 for session in cache.sessions
             ],
         )
+
+    def _refusals(self) -> dict[str, int]:
+        return {
+            "calls_refused": self._admission.num_refused if self._admission else 0,  # too many under way
+            "streams_refused": self._gets.num_refused + self._puts.num_refused,  # Gets and Puts without a turn
+        }
 
 
 # --- messages → values ----------------------------------------------------------------------------------------
@@ -488,6 +499,12 @@ def _blocks(session: Session, batch: pb.CommitRequest | pb.PutHeader) -> Blocks:
     return Blocks(keys, parents, depths, checksums)
 
 
+def _lease_ids(request: pb.ReleaseRequest | pb.RenewRequest) -> list[int]:
+    if len(request.lease_ids) > MAX_LEASE_IDS:
+        raise InvalidRequest(f"{len(request.lease_ids)} leases in one call; at most {MAX_LEASE_IDS}")
+    return list(request.lease_ids)
+
+
 def _split(name: str, packed: bytes, item_bytes: int) -> list[bytes]:
     check_packed(name, packed, item_bytes)
     items: list[bytes] = np.frombuffer(packed, dtype=f"V{item_bytes}").tolist()
@@ -525,13 +542,18 @@ def _aborting(
         try:
             return await method(request, context)
         except RequestError as error:
-            await context.abort(_CODES[type(error)], str(error))
+            await _abort(context, error)
             raise
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing moved for {STALL_S:.0f} s")
             raise
 
     return call
+
+
+async def _abort(context: _Context, error: RequestError) -> None:
+    hint = pushback(error.retry_ms) if isinstance(error, TooMany) and error.retry_ms else ()
+    await context.abort(_CODES[type(error)], str(error), hint)
 
 
 async def _write(context: _Context, message: bytes) -> None:

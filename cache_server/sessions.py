@@ -22,7 +22,7 @@ from cache_server.arena import SlotClass
 from cache_server.errors import SessionEnded, TooMany
 from cache_server.namespaces import Namespace
 
-MAX_SESSIONS = 4096  # a bound for mistakes, far above the processes of a node
+MAX_SESSIONS = 1024  # a bound for mistakes, far above the processes of a node
 TICKET_S = 10.0  # from Attach to the descriptor socket
 
 
@@ -119,6 +119,11 @@ class Sessions:
     def of_namespace(self, namespace: Namespace) -> list[Session]:
         """Those that are not over, lingering ones included."""
         return [session for session in self._sessions.values() if session.namespace is namespace]
+
+    @property
+    def num_mapped(self) -> int:
+        """Those that may have slots."""
+        return sum(session.is_mapped for session in self._sessions.values())
 
     def mapped(self, slot_class: SlotClass) -> list[Session]:
         """Those that have to hear of the segments of a class."""

@@ -210,3 +210,18 @@ def test_an_absurd_attachment_is_refused(clock: FakeClock, change: dict[str, obj
     with pytest.raises(InvalidRequest, match=word):
         bench.cache.attach(Attachment(**{**base, **change}))  # type: ignore[arg-type]
     assert len(bench.cache.namespace_figures()) == 1
+
+
+def test_a_session_that_comes_late_gets_its_part_although_others_hoard(clock: FakeClock) -> None:
+    """Four take a quarter each; a fifth gets a fifth of a half, and the four get no more."""
+
+    bench = Bench(clock, num_segments=10, segment_bytes=8 * GRANULE)
+    hoarders = [bench.worker, *(bench.attach_worker(engine_id=str(i)) for i in range(3))]
+    taken = [len(bench.reserve(80, worker)) for worker in hoarders]
+    late = bench.attach_worker(engine_id="late")
+
+    assert taken[:2] == [20, 20]
+    assert sum(taken) < 80
+    assert len(bench.reserve(80, late)) == 40 // 5
+    assert bench.reserve(80, late) == []
+    assert bench.reserve(80, hoarders[0]) == []

@@ -14,6 +14,7 @@ ONLY_IN = {
     "torch": {"connector/kv_layout.py", "connector/transfer.py"},
     "redis": {"cache_server/redis_line.py"},
     "grpc": {
+        "cache_server/admission.py",
         "cache_server/cli.py",
         "cache_server/server.py",
         "cache_server/service.py",
