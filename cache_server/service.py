@@ -40,7 +40,7 @@ from cache_server.promotion import NOTHING
 from cache_server.segments import Segment
 from cache_server.sessions import Session
 from cache_server.values import DROPPED, Attachment, Blocks, HeldPayload, PutSlot, Shard
-from protos import PROTOCOL_VERSION
+from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from protos import kv_cache_pb2 as pb
 
 SERVICE_NAME: Final = "prefixd.v1.KvCache"
@@ -129,12 +129,14 @@ class Service:
     # --- sessions -------------------------------------------------------------------------------------------
 
     async def _attach(self, raw: bytes, context: _Context) -> None:
-        session = self._cache.attach(_attachment(_parse(pb.AttachRequest, raw), bool(self._descriptors)))
+        request = _parse(pb.AttachRequest, raw)
+        version = _agreed_version(request)
+        session = self._cache.attach(_attachment(request, bool(self._descriptors)))
         closing = self._closing[session.id] = self._loop.create_future()
         try:
             ticket = self._cache.sessions.issue_ticket(session) if session.awaits_descriptors else b""
             attached = pb.Attached(
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=version,
                 session_id=session.id,
                 server_epoch=self._epoch,
                 limits=self._limits(session),
@@ -455,9 +457,27 @@ def _parse(message: type[Any], raw: bytes) -> Any:
         raise InvalidRequest(f"{message.DESCRIPTOR.name} cannot be decoded: {error}") from None
 
 
+def _agreed_version(request: pb.AttachRequest) -> int:
+    """The highest version that both speak."""
+    highest = request.protocol_version
+    lowest = request.min_protocol_version or highest
+    version: int = min(highest, PROTOCOL_VERSION)
+    if lowest > highest:
+        raise InvalidRequest(f"protocol versions {lowest} to {highest}")
+    if version < max(lowest, MIN_PROTOCOL_VERSION):
+        older = "server" if lowest > PROTOCOL_VERSION else "connector"
+        raise Mismatch(
+            f"this client speaks protocol version {_range(lowest, highest)}, this server "
+            f"{_range(MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)}: upgrade the {older}"
+        )
+    return version
+
+
+def _range(lowest: int, highest: int) -> str:
+    return str(highest) if lowest == highest else f"{lowest} to {highest}"
+
+
 def _attachment(request: pb.AttachRequest, descriptors_are_served: bool) -> Attachment:
-    if request.protocol_version != PROTOCOL_VERSION:
-        raise Mismatch(f"protocol version {request.protocol_version}; this server speaks {PROTOCOL_VERSION}")
     if request.role not in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER):
         raise InvalidRequest(f"role {request.role} is neither scheduler nor worker")
     is_worker = request.role == pb.ROLE_WORKER

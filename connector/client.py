@@ -32,7 +32,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from protos import PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
+from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
 
 logger = logging.getLogger("prefixd.connector")
 
@@ -345,6 +345,7 @@ class CacheClient:
         unix_path = self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
         request = kv_cache_pb2.AttachRequest(
             protocol_version=PROTOCOL_VERSION,
+            min_protocol_version=MIN_PROTOCOL_VERSION,
             role=kv_cache_pb2.ROLE_SCHEDULER if hello.shard is None else kv_cache_pb2.ROLE_WORKER,
             engine_id=hello.engine_id,
             client_name=hello.client_name,
@@ -372,6 +373,11 @@ class CacheClient:
             return None, _reason(error)
         finally:
             alarm.cancel()
+        version = first.attached.protocol_version
+        if not MIN_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+            events.cancel()
+            channel.close()
+            return None, f"it speaks protocol version {version}, this connector {PROTOCOL_VERSION} at most"
         session = Session(channel, first.attached)
         if request.wants_descriptors and first.attached.descriptor_ticket:
             assert unix_path is not None
@@ -662,10 +668,26 @@ class GetChunkView:
                         raise ValueError("GetChunk: data is cut short")
                     at += size
                 else:
-                    raise ValueError(f"GetChunk: unknown field tag {tag}")
+                    at = _skip(message, tag, at)
         except (IndexError, struct.error) as error:
             raise ValueError("GetChunk: cut short") from error
         return cls(index, offset, checksum, bool(missing), data)
+
+
+def _skip(message: bytes, tag: int, at: int) -> int:
+    """Past a field that a newer server sends."""
+    kind = tag & 7
+    if kind == 0:
+        return _read_varint(message, at)[1]
+    if kind == 2:
+        size, at = _read_varint(message, at)
+    elif kind in (1, 5):
+        size = 8 if kind == 1 else 4
+    else:
+        raise ValueError(f"GetChunk: unknown field tag {tag}")
+    if at + size > len(message):
+        raise ValueError("GetChunk: cut short")
+    return at + size
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ COMMIT_STATUS_REFUSED: CommitStatus
 COMMIT_STATUS_DROPPED: CommitStatus
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "role", "engine_id", "client_name", "pid", "namespace", "shard", "wants_descriptors")
+    __slots__ = ("protocol_version", "role", "engine_id", "client_name", "pid", "namespace", "shard", "wants_descriptors", "min_protocol_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class AttachRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WANTS_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: Role
     engine_id: str
@@ -47,7 +48,8 @@ class AttachRequest(_message.Message):
     namespace: Namespace
     shard: Shard
     wants_descriptors: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., engine_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., shard: _Optional[_Union[Shard, _Mapping]] = ..., wants_descriptors: bool = ...) -> None: ...
+    min_protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., engine_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., shard: _Optional[_Union[Shard, _Mapping]] = ..., wants_descriptors: bool = ..., min_protocol_version: _Optional[int] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("fingerprint", "text", "key_bytes", "num_shards")
