@@ -55,12 +55,13 @@ class Operation:
 
     num_bytes = 0
     unusable: object = False  # what comes of it when its reply is not worth reading
+    unsent: object = None
 
     def __init__(self) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def buffers(self) -> Sequence[bytes | memoryview] | None:
-        """What to send; None: nothing any more, and `read` is not called."""
+    def send(self, line: Line) -> bool:
+        """False: nothing had to be sent any more, `unsent` comes of it, and `read` is not called."""
         raise NotImplementedError
 
     def read(self, line: Line) -> Any:
@@ -86,8 +87,9 @@ class Ask(Operation):
         self._packed = b"".join(commands)
         self._count = len(commands)
 
-    def buffers(self) -> Sequence[bytes | memoryview]:
-        return [self._packed]
+    def send(self, line: Line) -> bool:
+        line.send([self._packed])
+        return True
 
     def read(self, line: Line) -> list[Any]:
         line.expect(len(self._packed))
@@ -107,8 +109,9 @@ class Load(Operation):
         self._target = target
         self.num_bytes = name.num_bytes
 
-    def buffers(self) -> Sequence[bytes | memoryview]:
-        return [pack(b"GET", self._key)]
+    def send(self, line: Line) -> bool:
+        line.send([pack(b"GET", self._key)])
+        return True
 
     def read(self, line: Line) -> int | str:
         """The checksum, ABSENT or CORRUPT."""
@@ -141,6 +144,8 @@ class Load(Operation):
 class Save(Operation):
     """SET of one value from its slot."""
 
+    unsent = CHANGED
+
     def __init__(self, key: bytes, name: PayloadName, held: HeldPayload, ttl_ms: int) -> None:
         super().__init__()
         self._key = key
@@ -150,23 +155,28 @@ class Save(Operation):
         self.checksum = held.checksum
         self.num_bytes = name.num_bytes
 
-    def buffers(self) -> Sequence[bytes | memoryview] | None:
+    def send(self, line: Line) -> bool:
+        if not self._held.is_intact:
+            return False
         payload = self._held.bytes.data
+        num_bytes = value_format.HEADER_BYTES + len(payload)
+        # Ahead of the value, and not together with it: Redis reads a long value straight into its place if it has
+        # read its length before, and moves it there if it has not. While we sum it has the time.
+        line.send([b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(self._key), self._key, num_bytes)])
         if not self.checksum:
             self.checksum = xxhash.xxh3_64_intdigest(payload)
-        # In this order: the checksum is the payload's only if the slot was still its when it was made. Whatever
-        # happens to the slot from here on makes a value that does not verify.
-        if not self._held.is_intact:
-            return None
-        header = value_format.pack_header(self._name, self.checksum)
-        head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
-            len(self._key),
-            self._key,
-            len(header) + len(payload),
-            header,
-        )
         ttl = b"%d" % self._ttl_ms
-        return [head, payload, b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)]
+        line.send([self._header(), payload, b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)])
+        return True
+
+    def _header(self) -> bytes:
+        """The checksum is the payload's only if the slot was still its when it was made. Whatever happens to the slot
+        from here on makes a value that does not verify; what happened before must make one too, for Redis waits for a
+        value.
+        """
+        if not self._held.is_intact:
+            return bytes(value_format.HEADER_BYTES)
+        return value_format.pack_header(self._name, self.checksum)
 
     def read(self, line: Line) -> str:
         line.expect(self.num_bytes)
@@ -313,12 +323,9 @@ class _Lane(threading.Thread):
             while len(in_flight) < WINDOW and (operation := self._work.take()):
                 # Before sending: from now on it is ours to finish, whatever happens.
                 in_flight.append(operation)
-                buffers = operation.buffers()
-                if buffers is None:
+                if not operation.send(self._line):
                     in_flight.pop()
-                    self._finished.append((operation.finish, CHANGED))
-                else:
-                    self._line.send(buffers)
+                    self._finished.append((operation.finish, operation.unsent))
             if not in_flight:
                 return
             if len(self._finished) >= WINDOW or (self._finished and not self._line.is_readable):
@@ -357,8 +364,9 @@ class Probe(Operation):
         super().__init__()
         self._key = key
 
-    def buffers(self) -> Sequence[bytes | memoryview]:
-        return [pack(b"GET", self._key)]
+    def send(self, line: Line) -> bool:
+        line.send([pack(b"GET", self._key)])
+        return True
 
     def read(self, line: Line) -> bool:
         line.expect(self.num_bytes)
