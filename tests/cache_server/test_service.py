@@ -119,12 +119,12 @@ def test_a_payload_that_does_not_match_its_checksum_is_refused(client: Client, s
     assert server.stats().counters["put_checksum_mismatches"] == before + 1
 
 
-def test_sixteen_clients_put_the_same_keys_while_others_read(server: ServerProcess) -> None:
+@pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_sixteen_clients_put_the_same_keys_while_others_read(server: ServerProcess, rounds: int) -> None:
     """C38: stored once, everybody succeeds, every get is exact or a miss."""
 
-    fingerprint = fresh("sixteen")
+    fingerprint = fresh(f"sixteen {rounds}")
     clients = [Client(server.unix, 0, fingerprint=fingerprint, engine_id=str(i)) for i in range(17)]
-    rounds = 10
     statuses: list[list[int]] = []
     errors: list[BaseException] = []
     over = threading.Event()

@@ -4,19 +4,23 @@ A scheduler side that looks up under leases and a worker that saves and loads, o
 mapped slots or on streams. Every payload is a function of its key, so whatever is ever served can be judged: a payload
 is right, or missing, or a *wrong byte*. It attaches again by itself, as engines do.
 
-    python -m tests.faults.engine_like ADDRESS SEED   saves and loads until SIGTERM, one line of figures per second
+    python -m tests.faults.engine_like ADDRESS SEED   saves and loads until SIGTERM, two lines of figures per second
+
+That process stops itself (SIGSTOP) in the middle of its next save when it gets SIGUSR1, of its next load at SIGUSR2:
+half of the payloads are written or copied, the others are not. (On mapped slots: a stream has no such middle.)
 
 Not here: the connector's worker and scheduler, which have tests of their own; faults (`soak.py`).
 """
 
 import contextlib
 import json
+import os
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -51,6 +55,7 @@ class EngineLike:
     ) -> None:
         self.payload_bytes = payload_bytes
         self.tally = Tally()
+        self.reach: Callable[[str], None] = lambda point: None  # called in the middle of a "save" and of a "load"
         common = {"engine_id": engine_id, "client_name": "engine-like", "fingerprint": namespace}
         common |= {"namespace_text": "faults", "key_bytes": 16, "num_shards": 1}
         asker = Hello(**common)  # type: ignore[arg-type]
@@ -100,7 +105,9 @@ class EngineLike:
         if len(pool) < len(keys):
             pool.extend(self.worker.reserve(session, 2 * len(keys) - len(pool)).tolist())
         slots = [pool.pop() for _ in range(min(len(keys), len(pool)))]
-        for slot, key in zip(slots, keys, strict=False):
+        for number, (slot, key) in enumerate(zip(slots, keys, strict=False)):
+            if number == len(slots) // 2:
+                self.reach("save")
             memory = session.segment(slot >> 32)
             if memory is None:
                 return None
@@ -168,8 +175,11 @@ class EngineLike:
             return [None] * len(keys)
         with session.inside():
             if session.mapped:
-                pairs = zip(answer.slots[0].tolist(), answer.generations[0].tolist(), strict=True)
-                return [self._copy_slot(session, slot, generation) for slot, generation in pairs]
+                pairs = list(zip(answer.slots[0].tolist(), answer.generations[0].tolist(), strict=True))
+                half = len(pairs) // 2
+                copied = [self._copy_slot(session, slot, generation) for slot, generation in pairs[:half]]
+                self.reach("load")
+                return copied + [self._copy_slot(session, slot, generation) for slot, generation in pairs[half:]]
             buffers = [bytearray(self.payload_bytes) for _ in keys]
             views = [memoryview(buffer) for buffer in buffers]
             sums = self.worker.get(session, b"".join(keys), answer.lease_id, views)
@@ -188,18 +198,22 @@ class EngineLike:
         return payload if int(memory.generations[granule]) == generation else None
 
 
-def chains(seed: int, length: int) -> Iterator[list[bytes]]:
-    """Chains that all engines of one seed share, in an order of its own."""
-    for number in range(1_000_000):
-        yield chain(f"{seed} {number}", length)
-
-
 def main(address: str, seed: int) -> None:
     """Until SIGTERM: save new chains, load old ones, tell once a second."""
     over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     choose = random.Random(seed)
     engine = EngineLike(address, f"engine-{seed}")
+    armed: list[str] = []
+    signal.signal(signal.SIGUSR1, lambda *_: armed.append("save"))
+    signal.signal(signal.SIGUSR2, lambda *_: armed.append("load"))
+
+    def reach(point: str) -> None:
+        if point in armed:
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    engine.reach = reach
     known: list[list[bytes]] = []
     told_at = 0.0
     while not over.is_set():
@@ -214,8 +228,7 @@ def main(address: str, seed: int) -> None:
             told_at = time.monotonic()
             with contextlib.suppress(BrokenPipeError):
                 print(json.dumps(asdict(engine.tally)), flush=True)
-        if engine.worker.session() is None:
-            over.wait(0.05)
+        over.wait(0.005 if engine.worker.session() else 0.05)
     print(json.dumps(asdict(engine.tally)), flush=True)
     engine.close()
 
