@@ -237,3 +237,45 @@ def test_stats_on_the_command_line(server: ServerProcess) -> None:
         unused.bind(("127.0.0.1", 0))
         done = stats("--server", f"127.0.0.1:{unused.getsockname()[1]}")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+
+
+# --- memory that outlives a stop --------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path: Path, shared_memory_folder: Path) -> None:
+    """Status 2 where the setting is wrong, 1 where another server has the folder; that one goes on."""
+
+    listen = ("--listen", f"unix://{tmp_path / 'other.sock'}", "--memory", "64MiB", "--persist")
+    for folder, status, word in (
+        ("relative", 2, "persist: 'relative' is not allowed; an absolute path on a tmpfs"),
+        ("/sys", 2, "persist: '/sys' is not allowed; it is on sysfs; it must be on a tmpfs"),
+    ):
+        done = run_serve(*listen, folder)
+        assert (done.returncode, len(done.stderr.splitlines()), word in done.stderr) == (status, 1, True), done.stderr
+    with ServerProcess(tmp_path, "64MiB", "--persist", str(shared_memory_folder)) as server:
+        done = run_serve(*listen, str(shared_memory_folder))
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+        assert f"persist: another server uses {shared_memory_folder}" in done.stderr
+        assert server.stats().touched_bytes == 64 * MIB
+
+
+def test_a_clean_stop_keeps_what_is_stored_and_another_memory_does_not_believe_it(
+    tmp_path: Path, shared_memory_folder: Path
+) -> None:
+    """As a process: twice the same memory, then one whose segments have another size."""
+
+    keys = chain("kept", 20)
+    persist = ("--persist", str(shared_memory_folder))
+    with ServerProcess(tmp_path, "64MiB", *persist) as server, mapped(server) as client:
+        client.save(keys)
+        assert server.stop() == 0
+        assert "persist: 20 blocks, 1 MiB kept in" in server.log
+    with ServerProcess(tmp_path, "64MiB", *persist) as server, mapped(server) as client, Client(server.unix) as asker:
+        assert "persist: 20 blocks, 1 MiB taken over in" in server.log
+        assert asker.lookup(keys).hit_end == 20
+        assert client.get(keys) == [payload_of(key, 64 << 10) for key in keys]
+        assert server.stop() == 0
+    with ServerProcess(tmp_path, "4GiB", *persist) as server, mapped(server), Client(server.unix) as asker:
+        assert server.log.count("persist: starting empty: the segments have 67108864 bytes") == 1
+        assert asker.lookup(keys).hit_end == 0
+        assert not (shared_memory_folder / "snapshot").exists()
