@@ -206,8 +206,13 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(lambda: "ready on" in self.log or self.process.poll() is not None, "the server is ready", 30)
-        assert self.process.poll() is None, self.log
+        try:
+            wait_until(lambda: "ready on" in self.log or self.process.poll() is not None, "the server is ready", 30)
+            assert self.process.poll() is None, self.log
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         self.tcp = re.findall(r"ready on .*(127\.0\.0\.1:\d+)", self.log)[-1]
         return self
 

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: on free loopback ports, ended by process id.
+"""Real Redis servers for tests: on free loopback ports, ended by process id, or by the system when we are killed.
 
 `redis-server` (or `valkey-server`) has to be on the PATH; PREFIXD_REDIS_SERVER names another one.
 """
@@ -33,6 +33,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def dying_with_us(command: Sequence[str]) -> list[str]:
+    """The command, killed by the system as soon as the thread that starts it ends: also when that is a kill -9."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--", *command] if setpriv else list(command)
 
 
 class RedisServer:
@@ -73,13 +79,23 @@ class RedisServer:
         ]
 
     def start(self) -> None:
+        """Until it answers. It is ended when it does not."""
+        assert self.process is None, "it runs already"
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder)
+            self.process = subprocess.Popen(dying_with_us(self.command()), stdout=log, stderr=log, cwd=self.folder)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + START_S
         while True:
             with contextlib.suppress(redis.RedisError, OSError), self.client() as client:
                 client.ping()
                 return
+            assert self.process is not None
             assert self.process.poll() is None, (self.folder / "log").read_text()
             assert time.monotonic() < deadline, "redis-server does not answer"
             time.sleep(0.02)

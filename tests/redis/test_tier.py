@@ -220,8 +220,8 @@ def tls_server(certificates: Path) -> Iterator[RedisServer]:
         if "TLS" in (server.folder / "log").read_text() or "tls" in (server.folder / "log").read_text():
             pytest.skip("this redis-server was built without TLS")
         raise
-    with server:
-        yield server
+    yield server
+    server.kill()
 
 
 async def test_tls(tls_server: RedisServer, certificates: Path, bench: Bench) -> None:
