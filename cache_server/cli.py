@@ -51,7 +51,7 @@ def main() -> None:
     default=(DEFAULT_LISTEN,),
     show_default=True,
     metavar="ADDRESS",
-    help="unix:///PATH or HOST:PORT; may be repeated.",
+    help="unix:///PATH or HOST:PORT (0: any free port); may be repeated.",
 )
 @click.option("--memory", default=DEFAULT_MEMORY, show_default=True, metavar="SIZE", help="With a unit: 512MiB, 20GiB.")
 @click.option(

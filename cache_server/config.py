@@ -3,9 +3,13 @@
 A wrong setting is refused, never adjusted: `ConfigError` names the key, the value and what is allowed, on one
 line. A number of bytes without a unit is refused because `--memory 10` means something else to everybody.
 
+Addresses and sizes have the grammar of the connector's settings (`connector/config.py`), with which this file shares
+no code; port 0, any free port, is for `--listen` only.
+
 Not here: Redis (`redis_config.py`), environment variables, files, defaults that depend on the machine.
 """
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,24 +20,24 @@ BASE_BYTES = 128 << 20  # what the process needs beside the budget: interpreter,
 DEFAULT_LISTEN = "unix:///run/prefixd/prefixd.sock"
 DEFAULT_MEMORY = "2GiB"
 DEFAULT_GATE_SHARE = 0.8
-_MAX_UNIX_PATH = 107 - len(".fd")  # sun_path is 108 bytes with its zero; the descriptor socket adds ".fd"
-_UNITS = {
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+_ALLOWED_ADDRESSES = "unix:///ABSOLUTE/PATH, HOST:PORT or [IPV6]:PORT is allowed"
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# The characters that mean nothing in a URI (gRPC takes the address as one) or in a shell.
+_SOCKET_PATH = re.compile(r"/[A-Za-z0-9._+@=/-]*[A-Za-z0-9._+@=-]")
+_PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
+_MAX_SOCKET_PATH_BYTES = 104  # sun_path is 108 bytes with its final NUL; the descriptor socket's name is PATH.fd
+_SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_MAX_SHOWN = 100
 
 
 class ConfigError(ValueError):
     """A setting that is refused."""
 
     def __init__(self, key: str, value: str, allowed: str) -> None:
-        super().__init__(f"{key}: {value!r} is not allowed; {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 3]}..."
+        super().__init__(f"{key}: {shown} is not allowed; {allowed}")
         self.key = key
         self.value = value
         self.allowed = allowed
@@ -99,7 +103,7 @@ def parse_config(
         raise ConfigError("memory", memory, "at least 64MiB (one segment)")
     if persist is not None and not persist.startswith("/"):
         raise ConfigError("persist", persist, "an absolute path on a tmpfs, for instance /dev/shm/prefixd")
-    addresses = tuple(parse_address("listen", text) for text in listen)
+    addresses = tuple(parse_address("listen", text, any_port=True) for text in listen)
     return ServerConfig(addresses, memory_bytes, gate_share, Path(persist) if persist is not None else None)
 
 
@@ -115,25 +119,46 @@ def check_limit(config: ServerConfig, limit_bytes: int | None) -> None:
 
 
 def parse_size(key: str, text: str) -> int:
-    """'2GiB' → bytes."""
-    allowed = f"a number with a unit ({', '.join(_UNITS)}), for example 2GiB"
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(key, text, allowed)
-    return int(float(match[1]) * _UNITS[match[2]])
+    """'2GiB' → bytes. Decimal units are refused: many who write 10GB mean 10GiB."""
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 1 << 20 <= size <= 1 << 50:
+        raise ConfigError(key, text, f"a size of 1MiB or more with its unit ({', '.join(_UNITS)}) is allowed")
+    return size
 
 
-def parse_address(key: str, text: str) -> Address:
-    """'unix:///PATH' or 'HOST:PORT'."""
-    allowed = "unix:///ABSOLUTE/PATH or HOST:PORT"
-    if text.startswith("unix:"):
-        path = text.removeprefix("unix://")
-        if not path.startswith("/") or path.endswith("/") or "\0" in path:
-            raise ConfigError(key, text, allowed)
-        if len(path.encode()) > _MAX_UNIX_PATH:
-            raise ConfigError(key, text, f"the path may have at most {_MAX_UNIX_PATH} bytes")
-        return UnixAddress(Path(path))
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", text)
-    if match is None or int(match[2]) > 65535:
-        raise ConfigError(key, text, allowed)
-    return TcpAddress(match[1].strip("[]"), int(match[2]))
+def parse_address(key: str, text: str, *, any_port: bool = False) -> Address:
+    """An address in the grammar that connector and server share; `any_port`: 0 is allowed, the system chooses."""
+    address = _unix_address(text) if text.startswith("unix:") else _tcp_address(text, 0 if any_port else 1)
+    if address is None:
+        raise ConfigError(key, text, _ALLOWED_ADDRESSES)
+    return address
+
+
+def _unix_address(text: str) -> UnixAddress | None:
+    path = text.removeprefix("unix://")
+    is_one = is_socket_path(path) and len(path) <= _MAX_SOCKET_PATH_BYTES
+    return UnixAddress(Path(path)) if is_one else None
+
+
+def _tcp_address(text: str, least_port: int) -> TcpAddress | None:
+    host, _, port = text.rpartition(":")
+    bare = parse_host(host)
+    is_one = bare is not None and _PORT.fullmatch(port) and least_port <= int(port) <= 65535
+    return TcpAddress(bare, int(port)) if bare is not None and is_one else None
+
+
+def parse_host(text: str) -> str | None:
+    """A name, an IPv4 address, or an IPv6 address in brackets, which come off. None: none of them."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return text if _HOST.fullmatch(text) else None
+    try:
+        ipaddress.IPv6Address(text[1:-1])
+    except ValueError:
+        return None
+    return None if "%" in text else text[1:-1]
+
+
+def is_socket_path(path: str) -> bool:
+    """Absolute, of characters that mean nothing elsewhere, and not a folder."""
+    return _SOCKET_PATH.fullmatch(path) is not None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import unquote
 
-from cache_server.config import ConfigError, parse_size
+from cache_server.config import ConfigError, is_socket_path, parse_host, parse_size
 
 Mode = Literal["single", "cluster", "sentinel"]
 
@@ -168,7 +168,7 @@ def password_in(url: str) -> str:
 
 def parse_seconds(key: str, text: str) -> float:
     """'500ms', '1s', '30m', '12h', '1d' → seconds."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(ms|s|m|h|d)", text, re.ASCII)
     if match is None:
         raise ConfigError(key, text, "a number with a unit (ms, s, m, h, d), for example 1d")
     return float(match[1]) * _SECONDS[match[2]]
@@ -193,7 +193,7 @@ def _parse_url(url: str) -> RedisConfig:
         raise refuse("a control character in user or password")
     if scheme == "unix":
         path, _, query = rest.partition("?")
-        if not path.startswith("/") or path.endswith("/") or len(path.encode()) > 107:
+        if not is_socket_path(path) or len(path) > 107:
             raise refuse("unix:///ABSOLUTE/PATH of at most 107 bytes, with ?db=N for another database")
         if query and not query.startswith("db="):
             raise refuse("the only parameter is db")
@@ -219,17 +219,18 @@ def _parse_url(url: str) -> RedisConfig:
 
 
 def _parse_place(text: str, default_port: int, refuse: Callable[[str], ConfigError]) -> RedisAddress:
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?", text)
-    if match is None:
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::([0-9]{1,5}))?", text, re.ASCII)
+    host = parse_host(match[1]) if match else None
+    if match is None or host is None:
         raise refuse("a host is missing or malformed: HOST or HOST:PORT")
     port = int(match[2]) if match[2] else default_port
     if not 1 <= port <= 65535:
         raise refuse("a port is 1 to 65535")
-    return RedisAddress(match[1].strip("[]"), port)
+    return RedisAddress(host, port)
 
 
 def _parse_db(text: str, refuse: Callable[[str], ConfigError]) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text):
+    if not re.fullmatch(r"[0-9]{1,5}", text, re.ASCII):
         raise refuse("the database is a number")
     return int(text)
 

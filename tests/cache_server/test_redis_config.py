@@ -41,6 +41,8 @@ def test_urls(url: str, expected: RedisConfig) -> None:
     [
         *("", "host", "http://host", "redis:/host", "REDIS://host", "redis+ssl://host"),
         *("redis://", "redis://:6379", "redis:///0", "redis://user:secret@", "redis://a b", "redis://@host"),
+        *("redis://-host", "redis://host.", "redis://[host]", "redis://[::1", "redis://[fe80::1%eth0]", "redis://::1"),
+        *("redis://host:1\n", "redis://host:\u0661", "redis://host/\u0661", "unix:///run/a b.sock", "unix:///a%20b"),
         *("redis://host:0", "redis://host:65536", "redis://host:port", "redis://host:-1"),
         *("redis://host/x", "redis://host/-1", "redis://host/0/1", "redis://host/123456", "redis://host?db=1"),
         *("redis://a,b", "redis+cluster://a/1", "redis+cluster://", "redis+cluster://a,", "redis+sentinel://a"),
@@ -59,10 +61,10 @@ def test_a_wrong_url_is_one_line_without_the_password(url: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("ttl", text) for text in ("1", "0s", "-1s", "1 d", "1w", "500d", "")),
+        *(("ttl", text) for text in ("1", "0s", "-1s", "1 d", " 1d", "1w", "500d", "", "9" * 400 + "d")),
         *(("prefix", text) for text in ("", "a{b}", "a b", "x" * 65, "a\n")),
         *(("connections", number) for number in (0, -1, 65)),
-        *(("queue", text) for text in ("10", "-1MiB", "1XB")),
+        *(("queue", text) for text in ("10", "-1MiB", "1XB", "10GB", "640KiB")),
         *(("timeout", text) for text in ("1", "1ms", "2m", "1h")),
         ("ca_file", "/nowhere/ca.pem"),
         ("cert_file", "/dev/null"),

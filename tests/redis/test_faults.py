@@ -130,17 +130,17 @@ def test_redis_that_is_full(tmp_path: Path, policy: str) -> None:
 
 def test_the_queue_is_bounded_and_its_oldest_go_first(tmp_path: Path, redis_server: RedisServer) -> None:
     with Proxy(redis_server.address) as proxy:
-        options = ("--redis", f"redis://127.0.0.1:{proxy.port}", "--redis-queue", "640KiB", "--redis-timeout", "200ms")
+        options = ("--redis", f"redis://127.0.0.1:{proxy.port}", "--redis-queue", "1MiB", "--redis-timeout", "200ms")
         with ServerProcess(tmp_path, "128MiB", *options) as server, engine(server) as one:
             proxy.refuse = True
             proxy.cut()
             wait_until(lambda: counters(server)["redis_up"] == 0, "redis_up is 0")
             one.worker.save(KEYS)
             figures = counters(server)
-            assert figures["redis_queue_payloads"] == 10
-            assert figures["redis_queue_bytes"] == 640 << 10
-            assert figures["redis_queue_dropped"] == 10
+            assert figures["redis_queue_payloads"] == 16
+            assert figures["redis_queue_bytes"] == 1 << 20
+            assert figures["redis_queue_dropped"] == 4
 
             proxy.refuse = False
-            wait_counter(server, "redis_saved_payloads", 10)
-            assert set(redis_server.payload_keys()) == {redis_key(key) for key in KEYS[10:]}
+            wait_counter(server, "redis_saved_payloads", 16)
+            assert set(redis_server.payload_keys()) == {redis_key(key) for key in KEYS[4:]}
