@@ -15,7 +15,8 @@ Token ranges of one request in a step, in blocks:
     [local, loaded)   came from the server
     [loaded, known)   computed by the end of this step, all token ids known: saved under their key
     [known, certain)  computed by the end of this step, last token id not known yet (asynchronous scheduling): gathered
-                      without a name; the next plan names or discards them
+                      without a name; the next plan names or discards them. Not in an engine that speculates: there
+                      vLLM counts drafts as computed that it may yet reject, also those of steps still in flight
 
 Invariants.
 - `block_ids` of a state belong to the request's present scheduled life; preemption empties them.
@@ -149,6 +150,7 @@ class SchedulerSide:
         self._epoch = b""
         self._old_blocks_stay = False
         self._has_waited = False  # for an answer, in this step
+        self._speculates = False  # drafts were scheduled, in whatever step
         self._prefill_rate = PrefillRate()
         self._last_step: tuple[float, int] = (0.0, 0)  # when the step before was planned, its prompt tokens
         self._states: dict[str, RequestState] = {}
@@ -418,14 +420,15 @@ class SchedulerSide:
             self._name_gathers()
         if self._late:
             self._save_late_answers(saves)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._speculates = True
         states = self._states
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             state = states.get(request_id)
             if state is not None:
                 end = state.request.num_computed_tokens + num_scheduled
                 if end >= state.save_at:
-                    has_drafts = request_id in scheduler_output.scheduled_spec_decode_tokens
-                    self._save_full_blocks(state, end // self._block_size, has_drafts, saves)
+                    self._save_full_blocks(state, end // self._block_size, saves)
         self._let_leases_go()
         if scheduler_output.num_scheduled_tokens or self._in_flight:
             self._stalled_steps = 0
@@ -514,8 +517,8 @@ class SchedulerSide:
                 self._save_absent(state, state.unanswered_local, saves)
                 state.unanswered_local = 0
 
-    def _save_full_blocks(self, state: RequestState, certain: int, has_drafts: bool, saves: list[SaveSpec]) -> None:
-        """Blocks [next_save, certain) are computed by the end of this step."""
+    def _save_full_blocks(self, state: RequestState, certain: int, saves: list[SaveSpec]) -> None:
+        """Blocks [next_save, certain) are computed by the end of this step, or would be if all drafts were right."""
         # Many decoding requests come here in one step, with one block each: no call that is not needed.
         certain = min(certain, state.save_stop)
         keys, block_ids, block = state.keys, state.block_ids, state.next_save
@@ -526,7 +529,7 @@ class SchedulerSide:
             if answer is None or not answer.is_present(block):
                 saves.append(SaveSpec(block_ids[block], BlockName(*keys.key_and_parent(block), block)))
             block += 1
-        if not has_drafts:  # a rejected draft would leave a block that was gathered with it
+        if not self._speculates:  # a rejected draft would leave a block that was gathered with it
             while block < certain:
                 ticket = self._next_ticket = self._next_ticket + 1
                 self._nameless[ticket] = (state, block)

@@ -182,7 +182,9 @@ class Worker:
     """The worker process of one engine: it computes, and carries out the step plans of its connectors (`sides`).
 
     Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `lose_commits`: none arrives;
-    `loads_before_forward`: as up to vLLM 0.28. `table_of`: the blocks that the scheduler has allocated to a request.
+    `loads_before_forward`: as up to vLLM 0.28; `num_right_drafts`: of the drafts that this worker makes so many are right,
+    and then wrong ones follow; None: without steps in flight it makes none. `table_of`: the blocks that the scheduler has
+    allocated to a request.
     """
 
     def __init__(
@@ -202,6 +204,8 @@ class Worker:
         self.withhold_loads = False
         self.lose_commits = False
         self.loads_before_forward = False
+        self.num_right_drafts: int | None = None
+        self.has_drafts_in_flight = False
         self.num_computed_tokens = 0
         self.sessions: set[str] = set()  # requests whose token ids vLLM rewrites from turn to turn
         self.tainted: set[str] = set()  # requests that computed upon KV of before new weights
@@ -287,8 +291,12 @@ class Worker:
     def _forward(self, request_id: str, output: Any) -> list[int]:
         request = self.running[request_id]
         start = num_computed(output, request_id)
-        stop = start + output.num_scheduled_tokens[request_id]
         drafts = list(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        if self.has_drafts_in_flight:
+            drafts = self.drafts(request, len(drafts))  # the scheduler knows only how many there are
+            # The scheduler counted on all drafts of steps in flight: only the worker knows how many were right.
+            start = min(start, len(request.token_ids) - 1)
+        stop = start + output.num_scheduled_tokens[request_id]
         token_ids = request.token_ids + drafts
         assert stop <= len(token_ids), f"{request_id}: {stop} tokens to compute of {len(token_ids)} that are known"
         truth = request.right_digests()
@@ -313,6 +321,16 @@ class Worker:
                 break
         request.token_ids.extend(accepted)
         return accepted
+
+    def drafts(self, request: Running, number: int) -> list[int]:
+        """`num_right_drafts` right ones, then wrong ones."""
+        drafts: list[int] = []
+        digest = request.right_digests()[-1]
+        for place in range(number):
+            right = token_after(digest)
+            drafts.append(right if place < (self.num_right_drafts or 0) else (right + 1) % VOCABULARY)
+            digest = next_digest(digest, drafts[-1])
+        return drafts
 
     def _read(self, request: Running, position: int) -> Digest | None:
         return self.pages[request.block_ids[position // self.block_size]][position % self.block_size]
@@ -505,9 +523,8 @@ def _vllm_config(model: str, arguments: tuple[tuple[str, Any], ...]) -> VllmConf
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="bfloat16",
-        max_model_len=512,
         kv_transfer_config=transfer,
-        **dict(arguments),
+        **{"max_model_len": 512, **dict(arguments)},
     ).create_engine_config()
 
 
@@ -616,6 +633,7 @@ class Engine:
         self.worker = Worker(
             num_blocks, block_size, servers, self.connectors, lambda request_id: tables.get_block_ids(request_id)[0]
         )
+        self.worker.has_drafts_in_flight = num_drafts > 0 and in_flight > 1
         self.outputs: list[Any] = []
         self.requests: dict[str, Request] = {}  # the latest of each id
         self.all_requests: list[Request] = []
@@ -729,6 +747,10 @@ class Engine:
             if answer is None:
                 answer = self.worker.execute(output)
             self._take_answer(output, answer)
+            if self.worker.num_right_drafts is not None and not self.worker.has_drafts_in_flight:
+                for request_id in output.num_scheduled_tokens:
+                    running = self.worker.running[request_id]
+                    self.draft(request_id, self.worker.drafts(running, self.scheduler.num_spec_tokens))
         if self.checks_states:
             self.check_states()
 

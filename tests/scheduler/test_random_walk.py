@@ -90,7 +90,8 @@ class Walk:
             "beside": beside,
             "ours_first": dice.random() < 0.5,
             "role": dice.choice(["kv_both"] * 4 + ["kv_producer", "kv_consumer"]) if beside is None else "kv_both",
-            "num_drafts": 3 if self.shape.get("in_flight", 1) == 1 and dice.random() < 0.3 else 0,
+            "num_drafts": 3 if dice.random() < 0.3 else 0,
+            "max_model_len": dice.choice([512, 512, 82, 97]),
             "extra_config": {
                 "save_decoded": dice.random() < 0.8,
                 "min_load_tokens": dice.choice([0, 0, 40]),
@@ -98,6 +99,7 @@ class Walk:
         }
         self.note(f"begin {arguments}")
         self.engine = Engine(self.model, self.server, **arguments, **self.shape)
+        self.max_prompt = arguments["max_model_len"] - 2
         self.servers = [one for one in (self.server, beside) if one is not None]
         self.prefixes = [[dice.randrange(2048) for _ in range(dice.choice([20, 48, 90]))] for _ in range(3)]
         self.num_added = 0
@@ -118,6 +120,7 @@ class Walk:
         prompt = [*dice.choice(self.prefixes), *(dice.randrange(2048) for _ in range(dice.randrange(1, 40)))]
         if dice.random() < 0.2:
             prompt = prompt[: max(len(prompt) // 16, 1) * 16]  # ends on the edge of a block
+        prompt = prompt[: self.max_prompt]
         fields: dict[str, Any] = {}
         if dice.random() < 0.15:
             fields["cache_salt"] = dice.choice(["a", "b"])
@@ -167,10 +170,7 @@ class Walk:
         worker.lose_commits = dice.random() < 0.1
         worker.loads_before_forward = dice.random() < 0.5
         if self.engine.scheduler.num_spec_tokens:
-            for name in self.live():
-                request = self.engine.requests[name]
-                if request.num_output_tokens:
-                    self.engine.draft(name, [dice.randrange(2048) for _ in range(dice.randrange(4))])
+            worker.num_right_drafts = dice.choice([0, 1, 2, 3])
 
     def drain(self) -> None:
         """Everything that is late arrives; then nothing of any request may remain."""

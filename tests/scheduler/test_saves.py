@@ -156,6 +156,36 @@ def test_rejected_drafts_are_never_saved(model: Path, v2: bool, num_right: int) 
     engine.check_idle()
 
 
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+@pytest.mark.parametrize("max_model_len", [64, 65, 66, 67, 512])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 7, 512])
+def test_drafts_of_steps_in_flight_are_not_counted_as_computed(
+    model: Path, shape: dict[str, Any], num_right: int, max_model_len: int, max_num_batched_tokens: int
+) -> None:
+    """While steps are in flight vLLM counts all of their drafts as right. A step without drafts behind them, at the end
+    of the model's length, once saved a block that was not full: its key named wrong bytes (C63).
+    """
+    engine = Engine(
+        model,
+        FakeServer(),
+        num_drafts=3,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_blocks=40,
+        **shape,
+    )
+    engine.worker.num_right_drafts = num_right
+    requests = [engine.add(f"r{i}", range(100 * i, 100 * i + 33 + i), max_tokens=40) for i in range(4)]
+    engine.run()
+    assert any(output.scheduled_spec_decode_tokens for output in engine.outputs), "positive control"
+
+    engine.check_answers()
+    computed = {key for request in requests for key in engine.keys_of(request)[: (request.num_tokens - 1) // 16]}
+    last = {key for request in requests for key in engine.keys_of(request)[-1:]}
+    assert computed - last <= engine.check_store() <= computed | last
+    engine.check_idle()
+
+
 def test_every_shape_saves_under_the_same_keys(model: Path) -> None:
     """V1 or V2, with or without steps in flight: one set of keys for one set of requests."""
     stores = []
