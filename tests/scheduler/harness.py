@@ -182,9 +182,9 @@ class Worker:
     """The worker process of one engine: it computes, and carries out the step plans of its connectors (`sides`).
 
     Knobs: `load_delay` and `commit_delay` in steps; `withhold_loads`: none ends; `lose_commits`: none arrives;
-    `loads_before_forward`: as up to vLLM 0.28; `num_right_drafts`: of the drafts that this worker makes so many are right,
-    and then wrong ones follow; None: without steps in flight it makes none. `table_of`: the blocks that the scheduler has
-    allocated to a request.
+    `loads_before_forward`: as up to vLLM 0.28; `num_right_drafts`: of the drafts that this worker makes so many are
+    right, and then wrong ones follow (None: without steps in flight it makes none). `table_of`: the blocks that the
+    scheduler has allocated to a request.
     """
 
     def __init__(
@@ -399,6 +399,10 @@ class CacheSide:
         self.rights.check(key, payload)
         if not self._worker.lose_commits:
             self._commits.append((self._worker.step + self._worker.commit_delay, key, payload))
+
+    @property
+    def num_uncommitted(self) -> int:
+        return len(self._commits)
 
     def end_commits(self) -> None:
         due = [commit for commit in self._commits if commit[0] <= self._worker.step]

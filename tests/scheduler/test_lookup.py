@@ -149,7 +149,9 @@ def test_aborted_while_its_lookup_is_out(model: Path, shape: dict[str, Any]) -> 
 
 
 def test_a_load_that_the_engine_did_not_choose_is_not_made(model: Path, shape: dict[str, Any]) -> None:
-    """update_state_after_alloc(..., 0) with real blocks: no load, and the lease is let go (C10)."""
+    """update_state_after_alloc(..., 0) with real blocks: no load in any step, none is reported as ended, and the lease
+    is let go (C10).
+    """
     engine = filled(model, **shape)
     request = engine.add("second", PROMPT)
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
@@ -161,6 +163,8 @@ def test_a_load_that_the_engine_did_not_choose_is_not_made(model: Path, shape: d
     assert plan.loads == ()
     assert not engine.server.held_leases()
     engine.run()
+    assert all(plan.loads == () for plan in engine.worker.plans)
+    assert engine.worker.num_loaded_blocks == 0
     engine.check_answers()
     engine.check_idle()
 

@@ -157,6 +157,24 @@ def test_rejected_drafts_are_never_saved(model: Path, v2: bool, num_right: int) 
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_after_a_load_as_many_drafts_are_right_as_before(model: Path, shape: dict[str, Any], num_right: int) -> None:
+    """Warm equals cold, in as many tokens a step (C63)."""
+    engine = Engine(model, FakeServer(), num_drafts=3, **shape)
+    engine.worker.num_right_drafts = num_right
+    decoded = []
+    for name in ("cold", "warm"):
+        engine.outputs.clear()
+        engine.finish(name, range(40), max_tokens=40)
+        decoded.append(sum(name in output.scheduled_spec_decode_tokens for output in engine.outputs))
+        engine.clear_local()
+
+    assert engine.worker.num_loaded_blocks == 2
+    assert decoded[0] == decoded[1] > 0
+    engine.check_store()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
 @pytest.mark.parametrize("max_model_len", [64, 65, 66, 67, 512])
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 7, 512])
 def test_drafts_of_steps_in_flight_are_not_counted_as_computed(
