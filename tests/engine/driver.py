@@ -44,28 +44,37 @@ def main() -> None:
 
 
 def generate(llm: Any, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-    from vllm import SamplingParams
-
     each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     began = time.monotonic()
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        [SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False, **one}) for one in each],
+        [sampling_params(one) for one in each],
         use_tqdm=False,
     )
     took_s = time.monotonic() - began
     return {
         "took_s": took_s,
-        "requests": [
-            {
-                "token_ids": list(output.outputs[0].token_ids),
-                "num_cached_tokens": output.num_cached_tokens,
-                "finish_reason": output.outputs[0].finish_reason,
-                "first_token_s": output.metrics and output.metrics.first_token_latency,
-                "num_preemptions": output.metrics and getattr(output.metrics, "num_preemptions", None),
-            }
-            for output in outputs
-        ],
+        "requests": [described(output) for output in outputs],
+    }
+
+
+def sampling_params(wanted: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0, "ignore_eos": True, "detokenize": False, **wanted})
+
+
+def described(output: Any) -> dict[str, Any]:
+    """vLLM's RequestOutput as JSON takes it. prompt_logprobs: of each prompt token, null for the first."""
+    rows = output.prompt_logprobs
+    return {
+        "token_ids": list(output.outputs[0].token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "finish_reason": output.outputs[0].finish_reason,
+        "first_token_s": output.metrics and output.metrics.first_token_latency,
+        "num_preemptions": output.metrics and getattr(output.metrics, "num_preemptions", None),
+        "prompt_logprobs": rows
+        and [row and row[token].logprob for token, row in zip(output.prompt_token_ids, rows, strict=True)],
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 ROOT = Path(__file__).parents[2]
 
 START_S = 400.0  # an engine start takes 35-60 s on two idle cores
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 
 # The engine's own settings that make runs comparable and quiet; `os.environ` of the caller comes below them.
 ENVIRONMENT = {
@@ -32,13 +32,15 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine said about one request."""
+    """What the engine said about one request, or about what there was of it when its client left."""
 
     token_ids: list[int]
     num_cached_tokens: int  # by the scheduler side: local and external together
     finish_reason: str
-    first_token_s: float
-    num_preemptions: int
+    first_token_s: float | None
+    num_preemptions: int | None
+    prompt_logprobs: list[float | None] | None = None  # of the prompt's own tokens, where asked for
+    times_s: tuple[float, ...] = ()  # of `play`: when its tokens came, from the start of the play
 
 
 class EngineDiedError(Exception):
@@ -62,13 +64,15 @@ def connector_config(
 class Engine:
     """Starts on construction; `wait_ready` (or entering it) waits. The log is `log`; temporary files are beside it."""
 
-    def __init__(self, log: Path, *, environment: dict[str, str] | None = None, **llm: Any) -> None:
+    def __init__(
+        self, log: Path, *, driver: str = "driver", environment: dict[str, str] | None = None, **llm: Any
+    ) -> None:
         self.log = log
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._ready = False
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.driver", json.dumps(llm)],
+                [sys.executable, "-m", f"tests.engine.{driver}", json.dumps(llm)],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT, "TMPDIR": str(log.parent), **(environment or {})},
                 stdin=subprocess.PIPE,
@@ -101,9 +105,17 @@ class Engine:
         (answer,) = self.generate(prompt, **params)
         return answer
 
+    def play(self, *requests: dict[str, Any]) -> list[Answer]:
+        """Requests that come and leave when they say; of an engine with the driver `async_driver`, which see."""
+        return [Answer(**one) for one in self._ask("play", requests=list(requests))["requests"]]
+
     def clear_local(self, *, connector: bool = False) -> None:
         """The engine forgets its own prefix cache; with `connector`, the connector's `reset_cache` is called too."""
-        assert self._ask("reset", connector=connector)["reset"] is True
+        assert self.is_cleared(connector=connector)
+
+    def is_cleared(self, *, connector: bool = False) -> bool:
+        """As above; False where vLLM refuses, since a block of its memory is in use by a request."""
+        return bool(self._ask("reset", connector=connector)["reset"])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter over all label sets that contain `labels`; 0 where nothing was counted."""
