@@ -127,3 +127,20 @@ def test_a_text_goes_on_where_it_was_cached(openai: OpenAI, server: Prefixd) -> 
 
     assert cached > 0.8 * first["usage"]["prompt_tokens"]
     assert openai.counter("vllm:prefixd_loaded_tokens_total") - before == cached
+
+
+def test_a_stop_string_ends_an_answer_and_leaves_right_blocks(openai: OpenAI, server: Prefixd) -> None:
+    """C58: the server aborts such a request while its next step is in flight; what it saved is right afterwards."""
+    body = {"model": "llama", "prompt": "cache " * 30, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = openai.post("/v1/completions", body)["choices"][0]["text"]
+    stop = whole[len(whole) // 2 :][:2]
+    other = {**body, "prompt": "keeps " * 30}
+    for _ in range(3):
+        stopped = openai.post("/v1/completions", {**body, "stop": [stop]})["choices"][0]
+        assert (stopped["finish_reason"], stopped["text"]) == ("stop", whole[: whole.index(stop)])
+        assert openai.post("/v1/completions", other)["choices"][0]["finish_reason"] == "length"
+    before = openai.counter("vllm:prefixd_loaded_tokens_total")
+
+    assert after_the_engine_forgot(openai, body)["choices"][0]["text"] == whole
+    assert openai.counter("vllm:prefixd_loaded_tokens_total") > before, "positive control"
+    wait_until(lambda: server.stats().leased_bytes == 0, 15, "nothing of them is left")
