@@ -12,12 +12,14 @@ from tests.engine.prefixd import Prefixd
 
 
 class Records:
-    """All lines that the processes of one or more engines wrote into `folder` so far, in the order of each process."""
+    """All lines that the processes of one or more engines wrote so far into `folder` and folders in it, in the order of
+    each process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._lines = [
             json.loads(line)
-            for path in sorted(folder.glob("*.jsonl"))
+            for path in sorted(folder.rglob("*.jsonl"))
             for line in path.read_text().splitlines(keepends=True)
             if line.endswith("\n")
         ]

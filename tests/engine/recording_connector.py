@@ -8,8 +8,13 @@ appends one JSON object per line to a file of its own in the folder `PREFIXD_TES
     {"event": "saved", "key": hex, "sha256": hex}          the pages of a block at the end of the step that saved it
     {"event": "loaded", "key": hex, "sha256": hex}         the pages of a block when its load was reported as done
 
+Its worker's file `worker.json` there holds how many requests the worker side knows of: loads that it has or has to
+report, gathers without a name.
+
 The digests are of the tensors that the engine registered, read here, by this file's own rule: a page is
 `tensor[block_id]`, a payload all layers' pages one after the other.
+
+The file `slow` in that folder holds the seconds by which every load into this engine's pages is late.
 
 The file `fault` in that folder says what breaks: `METHOD COUNT NUMBER` makes the first COUNT calls of METHOD of the
 scheduler side or the worker side raise; NUMBER tells two faults apart.
@@ -18,6 +23,7 @@ scheduler side or the worker side raise; NUMBER tells two faults apart.
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +31,15 @@ from connector.plugin import PrefixCacheConnector
 
 FOLDER = "PREFIXD_TEST_FOLDER"
 FAULT = "fault"
+SLOW = "slow"
+WORKER_STATE = "worker.json"
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """In one go: whoever reads the file finds a whole state."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(state))
+    new.rename(path)
 
 
 class InjectedFault(Exception):
@@ -68,6 +83,7 @@ class RecordingConnector(PrefixCacheConnector):
         self._unnamed: dict[int, str] = {}  # ticket → digest
         self._loads: dict[str, Any] = {}
         self._finished: set[str] = set()
+        self._known_requests = -1
         if self._scheduler is not None:
             self._scheduler = Faulty(self._scheduler, self._folder / FAULT)
 
@@ -96,6 +112,14 @@ class RecordingConnector(PrefixCacheConnector):
             payload_bytes=hello.payload_bytes,
             descriptor=hello.descriptor.hex(),
         )
+        load_part = self._worker._load_part
+
+        def load_part_late(*arguments: Any) -> None:
+            if (self._folder / SLOW).exists():
+                time.sleep(float((self._folder / SLOW).read_text()))
+            load_part(*arguments)
+
+        self._worker._load_part = load_part_late
         self._worker = Faulty(self._worker, self._folder / FAULT)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -133,6 +157,12 @@ class RecordingConnector(PrefixCacheConnector):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = super().get_finished(finished_req_ids)
         self._finished |= received or set()
+        if self._worker is not None:
+            worker = self._worker
+            known = len(worker._loading) + len(worker._cancelled) + len(worker._nameless) + len(worker._finished)
+            if known != self._known_requests:
+                self._known_requests = known
+                write_state(self._folder / WORKER_STATE, {"known": known})
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:

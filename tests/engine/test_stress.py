@@ -1,11 +1,14 @@
 """Engines that are short of memory, behind a line that is slow, with clients that leave: right all the same.
 
-All use one server and one folder of records, so that at the end every payload of the server can be compared with what
+All use one server and keep records, so that at the end every payload of the server can be compared with what
 an engine held when it was saved. `tight` and `slow` go through a proxy, `mapped` does not:
 
     tight   8 blocks for 2 sequences, over streams
     slow    33 blocks for 8 sequences, over streams
     mapped  the same on mapped slots
+
+Each runs vLLM's scheduler with an eye on it (`recording_scheduler.py`): after every test nothing may be left of any
+request, in vLLM and on both sides of the connector, and all blocks are free again.
 
 Numbers C05 … are those of the acceptance cases. `cold` answers, in one batch, are of an engine without the connector.
 """
@@ -23,7 +26,8 @@ from tests.engine.conftest import BLOCK_SIZE, Cold
 from tests.engine.engine import Answer, Engine, connector_config, wait_until
 from tests.engine.oracle import Records
 from tests.engine.prefixd import Prefixd
-from tests.engine.recording_connector import FOLDER
+from tests.engine.recording_connector import FOLDER, SLOW
+from tests.engine.recording_scheduler import WATCH, States
 from tests.models import prompt
 from tests.proxy import Proxy
 
@@ -33,6 +37,7 @@ LOOKUPS = "vllm:prefixd_lookups"
 PREEMPTIONS = "vllm:num_preemptions"
 PAYLOAD_BYTES = 128 << 10  # of one block of this model in float32
 
+NAMES = ("tight", "slow", "mapped")
 NUM_BLOCKS = 33  # one of them is vLLM's null block: 32 hold a sequence of the maximal length, and nothing beside it
 
 seeds = itertools.count(1000)
@@ -70,27 +75,42 @@ def engines(
     proxied = f"127.0.0.1:{line.port}"
     many = {"num_gpu_blocks_override": NUM_BLOCKS, "max_num_seqs": 8}
     few = {"num_gpu_blocks_override": 8, "max_num_seqs": 2, "max_model_len": 7 * BLOCK_SIZE}
+    for name in NAMES:
+        (records_folder / name).mkdir()
     started = {
         name: Engine(
             records_folder / f"{name}.log",
             driver="async_driver",
-            environment={FOLDER: str(records_folder)},
+            environment={FOLDER: str(records_folder / name)},
+            scheduler_cls="tests.engine.recording_scheduler.RecordingScheduler",
             **{**settings, **more},
             kv_transfer_config=connector_config(
                 address, connector="RecordingConnector", module="tests.engine.recording_connector"
             ),
         )
-        for name, address, more in (
-            ("tight", proxied, few),
-            ("slow", proxied, many),
-            ("mapped", server.unix_address, many),
-        )
+        for name, address, more in zip(NAMES, (proxied, proxied, server.unix_address), (few, many, many), strict=True)
     }
     try:
         yield {name: engine.wait_ready() for name, engine in started.items()}
     finally:
         for engine in started.values():
             engine.kill()
+
+
+@pytest.fixture
+def states(engines: dict[str, Engine], records_folder: Path) -> dict[str, States]:
+    return {name: States(records_folder / name) for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(states: dict[str, States]) -> Iterator[None]:
+    """After each test, of any request: in vLLM, on the connector's scheduler side, and on its worker side (C13, C58).
+    And no load was reported twice, none as sent (C12).
+    """
+    yield
+    for name, one in states.items():
+        wait_until(one.is_idle, 15, f"{name} is idle: {one.of_scheduler()}, {one.of_worker()}")
+        assert one.of_scheduler()["twice"] == []
 
 
 @pytest.fixture
@@ -236,20 +256,43 @@ def test_c12_c13_fifty_clients_leave_while_their_blocks_are_loaded(
     wait_until(lambda: server.stats().leased_bytes == 0, 15, "no lease is left")
 
 
-def test_c52_loads_that_hold_the_memory_which_the_head_of_the_queue_needs(
-    tight: Engine, cold_engine: Engine, server: Prefixd
+def test_c12_c13_clients_leave_while_slots_are_copied(
+    engines: dict[str, Engine], cold: Cold, server: Prefixd, records_folder: Path
 ) -> None:
-    """Memory for one and a half of four stored prompts; these four and a longer one come at once."""
+    """As above on mapped slots, whose copy begins a second late."""
+    engine, asked, slow = engines["mapped"], prompt(next(seeds), 490), records_folder / "mapped" / SLOW
+    is_stored(server, engine, asked)
+    promised = engine.metric(PROMISED)
+    slow.write_text("1.0")
+    for _ in range(5):
+        (left,) = engine.play({"prompt": asked, "sampling": {"max_tokens": 4}, "abort_s": 0.2})
+        assert left.finish_reason == "abort"
+    slow.unlink()
+
+    assert engine.metric(PROMISED) - promised >= 480, "positive control: they left while they were loaded"
+    wait_until(engine.is_cleared, 15, "no block of its memory is in use")
+    answers = engine.play({"prompt": asked, "sampling": {"max_tokens": 4}})
+    assert [answer.token_ids for answer in answers] == [cold(asked, 4)]
+
+
+def test_c52_loads_that_hold_the_memory_which_the_head_of_the_queue_needs(
+    tight: Engine, cold_engine: Engine, server: Prefixd, records_folder: Path, states: dict[str, States]
+) -> None:
+    """Memory for one and a half of four stored prompts; these four and a longer one come at once: all finish, and never
+    are there 200 steps in a row in which nothing is computed.
+    """
     common = prompt(next(seeds), 64)
     stored = [[*common, *prompt(next(seeds), 84)] for _ in range(4)]
     is_stored(server, tight, *stored)
     loaded = tight.metric(LOADED)
     asked = [*stored, [*common, *prompt(next(seeds), 130)]]
     requests = [{"prompt": one, "sampling": {"max_tokens": 10}} for one in asked]
+    (records_folder / "tight" / WATCH).write_text("C52")
     answers = tight.play(*requests)
 
     assert mismatches(answers, cold_answers(cold_engine, requests)) == []
     assert tight.metric(LOADED) - loaded >= 64, "positive control"
+    assert states["tight"].of_scheduler()["longest_idle"] < 200
 
 
 def test_c53_sixteen_requests_of_one_stored_prefix(slow: Engine, cold_engine: Engine, server: Prefixd) -> None:

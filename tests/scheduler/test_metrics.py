@@ -111,16 +111,24 @@ def test_a_pooling_request_is_bypassed(model: Path) -> None:
     engine.check_idle()
 
 
-def test_a_streaming_session_is_bypassed(model: Path, shape: dict[str, Any]) -> None:
-    """Its prompt is rewritten turn by turn: hit 0, saved 0, through all turns."""
-    engine = filled(model, **shape)
-    stored = set(engine.server.blocks)
+def _two_turns(engine: Engine) -> None:
     engine.add("session", PROMPT, max_tokens=3, resumable=True)
     engine.steps(8)
     engine.go_on_streaming("session", range(40), max_tokens=3)
     engine.steps(8)
     engine.abort("session")
     engine.run()
+
+
+def test_a_streaming_session_is_bypassed(model: Path, shape: dict[str, Any]) -> None:
+    """Its prompt is rewritten turn by turn: hit 0, saved 0, through all turns."""
+    try:
+        _two_turns(Engine(model, None, **shape))
+    except AssertionError as error:  # 0.28, 0.30 with three steps in flight: a turn ends twice
+        pytest.skip(f"vLLM's own scheduler fails in this shape, without a connector: {error}")
+    engine = filled(model, **shape)
+    stored = set(engine.server.blocks)
+    _two_turns(engine)
 
     assert {answer for asked, _, answer in engine.connector.matches if asked == "session"} == {(0, False)}
     assert engine.counts()["bypassed"] == {"a streaming session": 1}
