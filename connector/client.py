@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
 
-logger = logging.getLogger("prefixd.connector")
+logger = logging.getLogger("vllm.prefixd")
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -53,6 +53,9 @@ POPULATE_STEP_BYTES = 1 << 20  # the kernel holds the process's mmap lock for a 
 MADV_POPULATE_WRITE = 23
 
 STORED = kv_cache_pb2.COMMIT_STATUS_STORED
+ALREADY_PRESENT = kv_cache_pb2.COMMIT_STATUS_ALREADY_PRESENT
+REFUSED = kv_cache_pb2.COMMIT_STATUS_REFUSED
+DROPPED = kv_cache_pb2.COMMIT_STATUS_DROPPED
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -289,6 +292,7 @@ class CacheClient:
         self._thread: threading.Thread | None = None
         self.num_lookups = 0
         self.num_failed_calls = 0
+        self.num_outages = 0  # how often a server that answered was lost or did not answer in time
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -335,6 +339,7 @@ class CacheClient:
             self._attached.clear()
             session.close()
             if not self._stopping.is_set():
+                self.num_outages += 1
                 logger.warning("lost cache server %s: %s; running uncached, trying again", self.address, reason)
                 announced_absence = True
 
@@ -407,6 +412,7 @@ class CacheClient:
             self._suspect.wait()
             if ended or self._stopping.is_set():
                 return ended[0] if ended else "closing"
+            self.num_outages += 1
             logger.warning("cache server %s does not answer in time; running uncached", self.address)
             while not ended and not self._stopping.is_set():
                 status = self._probe(session)

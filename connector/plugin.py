@@ -118,6 +118,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             raise SystemExit(f"prefixd: {error}") from None
         self._reported: set[str] = set()
+        self._reported_line: tuple[bool, int] | None = None  # to the server: is it there, how often was it lost
         self._block_pool: Any = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -303,7 +304,6 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("prefixd is off for this worker: %s", error)
             return
         self._shard = _rank_in_replica(self._vllm_config)
-        block_size = self._vllm_config.cache_config.block_size
         self._client = self._make_client(
             self._hello(
                 f"worker{self._shard}",
@@ -312,11 +312,11 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 descriptor=layout.descriptor,
             )
         )
+        block_size = self._vllm_config.cache_config.block_size
         max_blocks_per_step = self._vllm_config.scheduler_config.max_num_batched_tokens // block_size + 1
         self._worker = WorkerSide(
             self._client,
             layout,
-            block_size=block_size,
             shard=self._shard,
             slots_ahead=max(2 * max_blocks_per_step, MIN_BYTES_AHEAD // layout.payload_bytes),
             staging_bytes=self._config.staging_bytes,
@@ -377,11 +377,18 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> PrefixCacheStats | None:
         """Both sides: vLLM adds what it gets from the workers and from the scheduler process in one step."""
         if self._scheduler is not None:
-            stats = PrefixCacheStats.of_scheduler(*self._scheduler.take_counts())
+            counts, bypass_counts = self._scheduler.take_counts()
+            stats = PrefixCacheStats.of_scheduler(counts, bypass_counts, self._scheduler.take_seconds())
         elif self._worker is not None:
-            stats = PrefixCacheStats.of_shard(self._shard, self._worker.take_counts())
+            stats = PrefixCacheStats.of_shard(self._shard, self._worker.take_counts(), self._worker.take_seconds())
         else:
             return None
+        if self._client is not None:
+            # When something changed only: vLLM passes on every report that is not empty.
+            line = (self._client.session() is not None, self._client.num_outages)
+            if line != self._reported_line:
+                stats.add_line("scheduler" if self._scheduler is not None else str(self._shard), *line)
+                self._reported_line = line
         return None if stats.is_empty() else stats
 
     @guarded(None)

@@ -38,7 +38,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,10 +80,11 @@ class Client(Protocol):
 class Question:
     """The lookup of one (request, number of tokens), and what came of it."""
 
-    __slots__ = ("answer", "call", "for_load", "lease_id", "num_tokens", "renewed")
+    __slots__ = ("answer", "asked_at", "call", "for_load", "lease_id", "num_tokens", "renewed")
 
-    def __init__(self, num_tokens: int, call: Call, for_load: bool) -> None:
+    def __init__(self, num_tokens: int, call: Call, for_load: bool, asked_at: float) -> None:
         self.num_tokens = num_tokens
+        self.asked_at = asked_at
         self.for_load = for_load  # else only presence was asked, and nothing promised
         self.call: Call | None = call
         self.answer: LookupAnswer | None = None
@@ -157,6 +158,7 @@ class SchedulerSide:
         self._bypassed: dict[str, Any] = {}  # live requests that have no state
         self._counts: Counter[str] = Counter()
         self._bypass_counts: Counter[str] = Counter()
+        self._lookup_seconds: list[float] = []
         self._new_loads: list[LoadSpec] = []
         self._in_flight: dict[str, LoadSpec] = {}
         self._loading_first: dict[bytes, RequestState] = {}
@@ -275,8 +277,7 @@ class SchedulerSide:
             )
             if call is None:
                 return None
-            self._counts["lookups"] += 1
-            question = state.question = Question(num_tokens, call, for_load)
+            question = state.question = Question(num_tokens, call, for_load, self._clock())
         if question is not None and question.call is not None and for_load and not self._has_waited:
             # Once per step, however many requests wait: a scheduler that has nothing else to do would spin, and take
             # the processor from those who are to answer.
@@ -292,11 +293,29 @@ class SchedulerSide:
             return False
         question.answer = question.call.answer()
         question.call = None
-        if question.answer is None:
-            self._counts["unanswered_lookups"] += 1
-        else:
+        if question.answer is not None:
             question.lease_id = question.answer.lease_id
+            if question.for_load:
+                self._lookup_seconds.append(self._clock() - question.asked_at)
+        self._count_lookup(question)
         return True
+
+    def _count_lookup(self, question: Question) -> None:
+        """Once per question, when it has ended (`metrics.py` says what the outcomes mean)."""
+        answer = question.answer
+        if question.call is not None:
+            outcome = "dropped"
+        elif answer is None:
+            outcome = "unanswered"
+        elif not question.for_load:
+            outcome = "answered"
+        elif answer.lease_id:
+            outcome = "hit"
+        elif answer.workers_missing or answer.retry_at is not None:
+            outcome = "later"
+        else:
+            outcome = "miss"
+        self._counts[f"{'lookups' if question.for_load else 'presence_lookups'}:{outcome}"] += 1
 
     def _has_expired(self, question: Question) -> bool:
         """Too little is left of the lease to load under it. At half its life it is renewed instead, once."""
@@ -337,7 +356,8 @@ class SchedulerSide:
         question, state.question = state.question, None
         state.offer = None
         if question is not None:
-            self._settle(question)
+            if not self._settle(question):
+                self._count_lookup(question)
             if question.lease_id:
                 self._released.append(question.lease_id)
             # A call still out may yet take a lease; it ends by its deadline.
@@ -477,6 +497,9 @@ class SchedulerSide:
         state.steps_aside = False
         state.patience_until = 0.0
         self._lets_others_load(state)
+        if state.may_load:
+            num_wanted = (state.request.num_tokens - 1) // self._block_size - state.num_local
+            self._counts["wanted_tokens"] += max(num_wanted, 0) * self._block_size
         if state.num_local and self._old_blocks_stay:
             self._taint(state)
         if state.tainted:
@@ -575,6 +598,7 @@ class SchedulerSide:
                 continue  # another connector's, under MultiConnector
             self._end_load(load)
             was_wanted = request_id not in self._unwanted
+            self._count_load(load, failed_block_ids, was_wanted)
             self._unwanted.discard(request_id)
             self._cancelled.discard(request_id)
             if failed_block_ids is not None and failed_block_ids.isdisjoint(load.block_ids):
@@ -586,9 +610,20 @@ class SchedulerSide:
                 state.steps_aside = True
                 state.question = None
             if was_wanted:
-                self._counts["failed_loads"] += 1
                 self._ask_anew_for(load, failed_block_ids)
         self._let_leases_go()  # the engine may be idle now: no further step would do it
+
+    def _count_load(self, load: LoadSpec, failed_block_ids: set[int] | None, was_wanted: bool) -> None:
+        """The engine goes on from the first block that failed on any rank: what lies behind it is computed, too."""
+        num_blocks = len(load.block_ids)
+        num_good = 0 if failed_block_ids is None else _run_before(load.block_ids, failed_block_ids)
+        self._counts["loaded_tokens"] += num_good * self._block_size
+        if num_good == num_blocks:
+            self._counts["loads:done"] += 1
+            return
+        outcome, tokens = ("failed", "load_failed_tokens") if was_wanted else ("cancelled", "load_cancelled_tokens")
+        self._counts[f"loads:{outcome}"] += 1
+        self._counts[tokens] += (num_blocks - num_good) * self._block_size
 
     def _let_leases_go(self) -> None:
         if self._released:
@@ -651,10 +686,15 @@ class SchedulerSide:
             state.keys = self._new_keys(state.request)
 
     def take_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(counts, requests bypassed by reason) since the last call."""
-        counts, self._counts = self._counts, Counter()
+        """(counts, requests bypassed by reason) since the last call. `metrics.py` says what they mean."""
+        counts, self._counts = +self._counts, Counter()
         bypass_counts, self._bypass_counts = self._bypass_counts, Counter()
         return counts, bypass_counts
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long lookups took that were answered since the last call."""
+        seconds, self._lookup_seconds = self._lookup_seconds, []
+        return {"lookup_seconds": seconds} if seconds else {}
 
     def num_requests(self) -> int:
         """Live requests that we know: 0 when the engine is idle."""
@@ -664,3 +704,8 @@ class SchedulerSide:
         """Leases that we hold and have not let go of."""
         held = sum(1 for state in self._states.values() if state.question is not None and state.question.lease_id)
         return held + sum(1 for load in self._in_flight.values() if load.lease_id)
+
+
+def _run_before(block_ids: Sequence[int], failed: set[int]) -> int:
+    """How many leading blocks did not fail."""
+    return next((i for i, block_id in enumerate(block_ids) if block_id in failed), len(block_ids))

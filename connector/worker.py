@@ -18,7 +18,7 @@ Not here: what to save and load (`scheduler.py`), how bytes are copied (`transfe
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from connector.client import SLOT_GRANULE, STORED, U64, CacheClient, Session
+from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Session
 from connector.kv_layout import KVLayout
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
 from connector.transfer import Gather, SlotMemory, SlotPool, new_staging, scatter, use_one_thread
 
-logger = logging.getLogger("prefixd.connector")
+logger = logging.getLogger("vllm.prefixd")
 
 NUM_LOAD_THREADS = 2
 MIN_PART_BYTES = 16 << 20  # a load of more than this is shared by the threads: two copy twice as fast as one
@@ -40,6 +40,14 @@ UNATTACHED_PAUSE_S = 0.03  # and at the session, while there is none: the first 
 RESERVE_PAUSE_S = 0.05  # before asking again for slots that the server did not have
 MAX_COMMIT_BATCH = 1024
 DRAIN_S = 3.0  # what shutdown grants to queued commits
+
+# What became of a block that was to be saved, by the status that the server gave it.
+_OUTCOMES = {
+    "saved_blocks": STORED,
+    "already_saved_blocks": ALREADY_PRESENT,
+    "refused_blocks": REFUSED,
+    "dropped_blocks": DROPPED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class LoadJob:
     load: LoadSpec
     num_parts: int
     failed: list[int]
+    started_at: float
+    is_mapped: bool = False
 
 
 @dataclass(slots=True)
@@ -77,6 +87,7 @@ class Step:
     saves: Sequence[SaveSpec]
     slots: list[int]
     gather: Gather
+    copying_s: float = 0.0  # what the engine's thread has spent here
 
 
 class WorkerSide:
@@ -87,7 +98,6 @@ class WorkerSide:
         client: CacheClient,
         layout: KVLayout,
         *,
-        block_size: int,
         shard: int,
         slots_ahead: int,
         staging_bytes: int,
@@ -96,7 +106,6 @@ class WorkerSide:
     ) -> None:
         self._client = client
         self._layout = layout
-        self._block_size = block_size
         self._shard = shard
         self._slots_ahead = slots_ahead
         self._load_timeout_s = load_timeout_s
@@ -115,6 +124,7 @@ class WorkerSide:
         self._loading: set[str] = set()
         self._cancelled: set[str] = set()
         self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._loaders = ThreadPoolExecutor(NUM_LOAD_THREADS, "prefixd-load", initializer=use_one_thread)
         self._saver = threading.Thread(target=self._save_loop, name="prefixd-save", daemon=True)
 
@@ -152,14 +162,18 @@ class WorkerSide:
         if self._step is not None:
             index = self._layer_index.get(layer_name)
             if index is not None:
+                started_at = self._clock()
                 self._step.gather.copy_layer(index)
+                self._step.copying_s += self._clock() - started_at
 
     def finish_saves(self) -> None:
         """Completes the step: after this the engine may do what it likes with its blocks."""
         step = self._step
         if step is None:
             return
+        started_at = self._clock()
         step.gather.copy_rest()
+        self._note("save_copy_seconds", step.copying_s + self._clock() - started_at)
         self._step = None
         named = []
         for save, slot in zip(step.saves, step.slots, strict=True):
@@ -185,7 +199,7 @@ class WorkerSide:
         for load in loads:
             num_blocks = len(load.block_ids)
             num_parts = min(NUM_LOAD_THREADS, 1 + num_blocks * self._layout.payload_bytes // MIN_PART_BYTES, num_blocks)
-            job = LoadJob(load, num_parts, [])
+            job = LoadJob(load, num_parts, [], self._clock())
             for part in range(num_parts):
                 start, stop = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
                 self._loaders.submit(self._load_part, job, start, stop)
@@ -209,10 +223,16 @@ class WorkerSide:
         return failed
 
     def take_counts(self) -> dict[str, int]:
-        """Counts since the last call: loaded_tokens, load_failed_tokens, saved_blocks, dropped_blocks."""
+        """Counts since the last call. `metrics.py` says what they mean."""
         with self._results:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long loads and saves took that ended since the last call."""
+        with self._results:
+            seconds, self._seconds = self._seconds, defaultdict(list)
+        return dict(seconds)
 
     def shutdown(self) -> None:
         """Ends the threads; queued commits have a bounded time to go out. The client is closed by its owner, after."""
@@ -229,6 +249,10 @@ class WorkerSide:
             with self._results:
                 self._counts[name] += number
 
+    def _note(self, name: str, seconds: float) -> None:
+        with self._results:
+            self._seconds[name].append(seconds)
+
     def _give_names(self, plan: StepPlan) -> None:
         named = []
         for ticket, name in plan.names.items():
@@ -238,6 +262,7 @@ class WorkerSide:
             lane, slot = lane_and_slot
             if name is None:
                 lane.pool.give([slot])
+                self._count("discarded_blocks", 1)
             else:
                 named.append(Written(lane, slot, name))
         self._enqueue(named)
@@ -273,6 +298,7 @@ class WorkerSide:
             session = self._client.session()
             if session is not None and session.server_epoch == load.server_epoch and load.keys:
                 with session.inside():
+                    job.is_mapped = session.mapped
                     copy = self._load_mapped if session.mapped else self._load_stream
                     failed = copy(load, start, stop, session)
         except Exception:
@@ -281,15 +307,22 @@ class WorkerSide:
             job.failed.extend(failed)
             job.num_parts -= 1
             if job.num_parts == 0:
-                self._report(load, job.failed)
+                self._report(job)
 
-    def _report(self, load: LoadSpec, failed: list[int]) -> None:
+    def _report(self, job: LoadJob) -> None:
         """The lock `_results` is held."""
+        load, failed = job.load, job.failed
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
             failed = list(load.block_ids)
-        self._counts["loaded_tokens"] += (len(load.block_ids) - len(failed)) * self._block_size
-        self._counts["load_failed_tokens"] += len(failed) * self._block_size
+        num_loaded = len(load.block_ids) - len(failed)
+        if num_loaded:
+            path = "mapped" if job.is_mapped else "stream"
+            self._counts[f"loaded_bytes:{path}"] += num_loaded * self._layout.payload_bytes
+            self._counts["loaded_blocks"] += num_loaded
+            self._seconds[f"load_seconds:{path}"].append(self._clock() - job.started_at)
+        if failed:
+            self._counts["load_failed_blocks"] += len(failed)
         self._loading.discard(load.request_id)
         self._failed_blocks.update(failed)
         self._finished.add(load.request_id)
@@ -391,6 +424,7 @@ class WorkerSide:
         keys = b"".join(written.name.key for written in batch)
         parents = b"".join(written.name.parent for written in batch)
         depths = np.array([written.name.depth for written in batch], dtype="<u4")
+        started_at = self._clock()
         with lane.session.inside():
             if lane.session.mapped:
                 statuses = self._client.commit(lane.session, np.array(slots, dtype="<u8"), keys, parents, depths)
@@ -398,8 +432,12 @@ class WorkerSide:
                 payloads = [lane.memory.payload(slot) for slot in slots]
                 checksums: U64 = np.array([xxhash.xxh3_64_intdigest(payload) for payload in payloads], dtype="<u8")
                 statuses = self._client.put(lane.session, payloads, keys, parents, depths, checksums)
-        num_stored = statuses.count(STORED) if statuses is not None else 0
-        self._count("saved_blocks", num_stored)
+        if statuses is not None:
+            path = "mapped" if lane.session.mapped else "stream"
+            self._note(f"save_seconds:{path}", self._clock() - started_at)
+            self._count(f"saved_bytes:{path}", statuses.count(STORED) * self._layout.payload_bytes)
+            for name, status in _OUTCOMES.items():
+                self._count(name, statuses.count(status))
         if not lane.session.mapped:
             lane.pool.give(slots)
         elif statuses is not None:

@@ -183,8 +183,14 @@ class FakeCacheClient:
         self.server = server
         self._key_bytes = key_bytes
 
+    num_outages = 0
+
     def start(self) -> None:
         """Nothing to attach to."""
+
+    def session(self) -> FakeServer | None:
+        """Whoever would be asked."""
+        return None if self.server.down else self.server
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -82,7 +82,6 @@ class Engine:
         worker = WorkerSide(
             client,
             layout,
-            block_size=BLOCK_SIZE,
             shard=shard,
             slots_ahead=24,
             staging_bytes=4 << 20,

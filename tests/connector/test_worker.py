@@ -102,7 +102,7 @@ def test_another_engine_loads_the_bytes_that_one_saved(address, new_engine):
     assert failed == set()
     for saved, loaded in zip(writer.ranks[0].pages, reader.ranks[0].pages, strict=True):
         assert torch.equal(saved[[3, 4, 5, 9, 1]], loaded[[20, 21, 22, 23, 30]])
-    assert reader.ranks[0].worker.take_counts()["loaded_tokens"] == 5 * 16
+    assert reader.ranks[0].worker.take_counts()["loaded_blocks"] == 5
 
 
 def test_pages_outside_the_load_stay_as_they_are(address, new_engine):
@@ -275,7 +275,7 @@ def test_a_changed_generation_fails_exactly_that_block(prefixd, new_engine):
 
     assert failed == {12}
     counts = engine.ranks[0].worker.take_counts()
-    assert (counts["loaded_tokens"], counts["load_failed_tokens"]) == (3 * 16, 16)
+    assert (counts["loaded_blocks"], counts["load_failed_blocks"]) == (3, 1)
 
 
 def test_a_block_that_a_stream_does_not_bring_fails_exactly(prefixd, new_engine):

@@ -44,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.block_keys import BlockKeys, identity_of, root_key
-from connector.metrics import PrefixCacheStats
+from connector.metrics import LINE, PrefixCacheStats
 from connector.plan import LoadSpec, StepPlan
 from connector.plugin import PrefixCacheConnector
 from tests.fakes import FakeCacheClient, FakeServer
@@ -662,9 +662,14 @@ class Engine:
         return self.connector._scheduler
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """What our scheduler side has reported so far: "scheduler" → counter, "bypassed" → reason → count."""
+        """What our scheduler side has counted so far: "scheduler" → counter, "bypassed" → reason → count."""
         self.connector.get_kv_connector_stats()
-        return self.connector.stats.data
+        counts = {
+            kind: {name: figure for name, figure in figures.items() if not isinstance(figure, list)}
+            for kind, figures in self.connector.stats.data.items()
+            if kind != LINE
+        }
+        return {kind: figures for kind, figures in counts.items() if figures}
 
     def break_hook(self, method: str, *, after: bool = False, times: int = 1) -> BreakingSide:
         """Lets a method of the scheduler side raise."""

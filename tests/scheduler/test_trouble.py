@@ -69,7 +69,7 @@ def test_a_lost_block_that_two_requests_share_is_computed_once(
     engine.server.drop(key)
     engine.run()
 
-    assert engine.counts()["scheduler"]["failed_loads"] == 1
+    assert engine.counts()["scheduler"]["loads:failed"] == 1
     assert sum(len(plan.loads) for plan in engine.worker.plans) == 1, "the other one waits for what the first computes"
     in_flight = shape.get("in_flight", 1) - 1
     assert engine.worker.num_computed_tokens - computed <= (64 - 16 * lost) + 2 * (3 + 5 - 1 + in_flight)
