@@ -36,6 +36,7 @@ from cache_server.index import Index, Rows
 from cache_server.leases import LEASED_SHARE, Leases
 from cache_server.metrics import Counters
 from cache_server.namespaces import Namespace, ShardLayout, check_attachment
+from cache_server.operations import Operations
 from cache_server.sessions import Session, Sessions, Worker
 from cache_server.values import (
     ALREADY_PRESENT,
@@ -84,6 +85,7 @@ class Cache:
         """`tell_every_s`: how often a tier below has to hear of a block that is used; None: there is no such tier."""
         self.arena = arena
         self.counters = Counters()
+        self.operations = Operations(now)
         self.sessions = Sessions(now, new_id, new_ticket)
         self.leases = Leases(now, new_id)
         self._now = now
@@ -114,7 +116,9 @@ class Cache:
             self.counters.sessions_refused += 1
             raise
         if namespace is None:
-            namespace = Namespace(client.fingerprint, client.text, Index(client.key_bytes, client.num_shards))
+            namespace = Namespace(
+                client.fingerprint, client.text, Index(client.key_bytes, client.num_shards), created_at=self._now()
+            )
             self._namespaces[client.fingerprint] = namespace
         worker = None
         if client.shard is not None:
@@ -123,6 +127,7 @@ class Cache:
             namespace.shards.setdefault(client.shard.index, ShardLayout(client.shard.descriptor, slot_class))
             worker = Worker(client.shard.index, slot_class)
         self.counters.sessions_attached += 1
+        namespace.used_at = self._now()
         return self.sessions.open(
             client.engine_id,
             client.client_name,
@@ -206,10 +211,19 @@ class Cache:
         if lease and len(promised):
             lease_id = self.leases.grant(session.id, index, promised)
             self.counters.leases_granted += 1
-        self.counters.lookups += 1
-        self.counters.lookup_asked_blocks += num_keys - first
-        self.counters.lookup_hit_blocks += end - first
-        self.counters.lookup_missed_blocks += num_keys - end
+        session.namespace.used_at = self._now()
+        if lease:
+            self.counters.lookups += 1
+            self.counters.lookups_hit += end > first
+            self.counters.lookups_missed += end == first
+            self.counters.lookup_asked_blocks += num_keys - first
+            self.counters.lookup_hit_blocks += end - first
+            self.counters.lookup_missed_blocks += num_keys - end
+            self.counters.promised_bytes += (end - first) * session.namespace.payload_bytes
+        else:
+            self.counters.presence_lookups += 1
+            self.counters.presence_asked_blocks += num_keys
+            self.counters.presence_present_blocks += int(np.count_nonzero(present))
         return LookupResult(
             present,
             start,
@@ -338,6 +352,8 @@ class Cache:
             status = self._name(namespace, worker.shard, slot, blocks, position)
             if status == STORED:
                 del session.reserved[slot]
+                self.counters.commits_stored_bytes += worker.slot_class.payload_bytes
+                namespace.used_at = self._now()
                 self._tell_of_commit(namespace, blocks.keys[position], worker)
             statuses.append(status)
         return bytes(statuses)
@@ -393,6 +409,8 @@ class Cache:
             worker = _worker_of(session)
             status = self._name(session.namespace, worker.shard, put.slot, blocks, position)
             if status == STORED:
+                self.counters.commits_stored_bytes += worker.slot_class.payload_bytes
+                session.namespace.used_at = self._now()
                 self._tell_of_commit(session.namespace, blocks.keys[position], worker)
         else:
             self.counters.commits_refused += 1
@@ -647,6 +665,9 @@ class Cache:
                     for cut in slot_class.cuts.values()
                 ),
                 namespace.num_shards,
+                self._now() - namespace.created_at,
+                self._now() - namespace.used_at,
+                namespace.index.num_leased,
             )
             for namespace in self._namespaces.values()
         ]

@@ -81,6 +81,7 @@ class ServerConfig:
     memory_bytes: int
     gate_share: float = DEFAULT_GATE_SHARE
     persist: Path | None = None  # where the memory lies, so that it outlives a clean stop; None: it does not
+    http: TcpAddress | None = None  # metrics, probes and the status page
 
     def __post_init__(self) -> None:
         if not self.listen:
@@ -95,7 +96,11 @@ class ServerConfig:
 
 
 def parse_config(
-    listen: Sequence[str], memory: str, gate_share: float = DEFAULT_GATE_SHARE, persist: str | None = None
+    listen: Sequence[str],
+    memory: str,
+    gate_share: float = DEFAULT_GATE_SHARE,
+    persist: str | None = None,
+    http: str | None = None,
 ) -> ServerConfig:
     """Strings of the command line become a `ServerConfig` or a `ConfigError`."""
     memory_bytes = parse_size("memory", memory)
@@ -104,7 +109,14 @@ def parse_config(
     if persist is not None and not persist.startswith("/"):
         raise ConfigError("persist", persist, "an absolute path on a tmpfs, for instance /dev/shm/prefixd")
     addresses = tuple(parse_address("listen", text, any_port=True) for text in listen)
-    return ServerConfig(addresses, memory_bytes, gate_share, Path(persist) if persist is not None else None)
+    http_address = None if http is None else parse_address("http", http, any_port=True)
+    if isinstance(http_address, UnixAddress):
+        raise ConfigError("http", str(http), "HOST:PORT")
+    if http_address is not None and http_address.port and http_address in addresses:
+        raise ConfigError("http", str(http), "a port of its own: --listen has this one")
+    return ServerConfig(
+        addresses, memory_bytes, gate_share, Path(persist) if persist is not None else None, http_address
+    )
 
 
 def check_limit(config: ServerConfig, limit_bytes: int | None) -> None:

@@ -5,7 +5,12 @@ here: they are sums over state that exists anyway and are computed when asked fo
 
 Where the tier below is concerned, `lower_tier.py` adds gauges to the same map (redis_up, redis_bytes_per_s, …).
 
-The equation that must hold: lookup_hit_blocks + lookup_missed_blocks == lookup_asked_blocks.
+`exposition.py` says under which names they are in `/metrics`, and what its help texts say: a counter that is not in its
+table fails a test.
+
+Equations that must hold:
+    lookups_hit + lookups_missed == lookups
+    lookup_hit_blocks + lookup_missed_blocks == lookup_asked_blocks
 """
 
 from dataclasses import asdict, dataclass
@@ -15,11 +20,18 @@ from dataclasses import asdict, dataclass
 class Counters:
     """What happened since the server started."""
 
-    lookups: int = 0  # Lookup calls answered, with or without a lease; not the refused ones
-    lookup_asked_blocks: int = 0  # keys from `first` on, over all lookups
+    lookups: int = 0  # Lookup calls that asked for a promise and were answered; again when asked again
+    lookups_hit: int = 0  # of those: the first block that the engine lacked was promised
+    lookups_missed: int = 0  # of those: it was not, absent or not
+    lookup_asked_blocks: int = 0  # keys from `first` on, over those lookups
     lookup_hit_blocks: int = 0  # of those: in the run that starts at `first`; not what lies behind a hole
     lookup_missed_blocks: int = 0  # of those: all others, also present ones behind a hole or beyond the lease cap
+    promised_bytes: int = 0  # of lookup_hit_blocks, all shards: what engines were told that they may load
     lookups_without_workers: int = 0  # lookups that promised nothing because workers of the engine were missing
+
+    presence_lookups: int = 0  # Lookup calls without a lease, only to know what need not be saved; in nothing above
+    presence_asked_blocks: int = 0  # keys over those
+    presence_present_blocks: int = 0  # of those: here with all shards
 
     leases_granted: int = 0  # by Lookup; not the short holds of Get
     leases_released: int = 0  # by Release
@@ -32,6 +44,7 @@ class Counters:
     reserve_short: int = 0  # Reserve calls that got fewer slots than they asked for
 
     commits_stored: int = 0  # payloads that got their name, by Commit or Put
+    commits_stored_bytes: int = 0  # of those, without the rounding up to slots; not what came from Redis
     commits_already_present: int = 0  # payloads whose name was taken; the earlier one stays
     commits_refused: int = 0  # payloads written before a flush, or whose checksum did not match
 

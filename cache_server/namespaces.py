@@ -37,6 +37,13 @@ class Namespace:
     index: Index
     shards: dict[int, ShardLayout] = field(default_factory=dict)
     flush_epoch: int = 0
+    created_at: float = 0.0  # monotonic seconds: when the first session attached
+    used_at: float = 0.0  # when somebody attached, looked up or stored last
+
+    @property
+    def payload_bytes(self) -> int:
+        """What the payloads of a complete block have, without the rounding up to slots."""
+        return sum(shard.slot_class.payload_bytes for shard in self.shards.values())
 
     @property
     def key_bytes(self) -> int:

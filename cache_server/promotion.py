@@ -282,6 +282,7 @@ class Promotion:
         if tasks:
             await asyncio.wait(tasks)
         self._tier.estimate.note_transfer(walk.num_loaded_bytes, self._now() - walk.started_at)
+        self._cache.operations.note("promote", self._now() - walk.started_at)
         came = [bool(block) and len(block) == len(walk.shards) and all(t.result() for t in block) for block in loads]
         num_came = came.index(False) if False in came else len(came)
         if num_came:

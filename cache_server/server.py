@@ -33,6 +33,7 @@ from cache_server.config import Address, ConfigError, ServerConfig, TcpAddress, 
 from cache_server.descriptors import DescriptorServer
 from cache_server.gate import Gate
 from cache_server.growth import Growth
+from cache_server.logs import Recent
 from cache_server.lower_tier import LowerTier
 from cache_server.persist import FolderInUseError, PersistError
 from cache_server.redis_config import RedisConfig
@@ -40,6 +41,7 @@ from cache_server.redis_topology import TierRefusedError
 from cache_server.segments import segment_bytes_for
 from cache_server.service import SERVICE_NAME, Service
 from cache_server.sessions import MAX_SESSIONS
+from cache_server.status_http import StatusServer
 from cache_server.warm_restart import WarmRestart
 from protos import __version__
 
@@ -71,8 +73,8 @@ class StartError(Exception):
     """The server cannot start here; the message says why, on one line."""
 
 
-async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: Recent | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. `recent`: the last warnings, for the status page."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +83,7 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
     # Four descriptors per segment and some per client: the usual soft limit of 1024 is for others.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for address in config.listen:
+    for address in (*config.listen, *([config.http] if config.http else [])):
         _claim(address)
     warm = _open_persist(config.persist, config.memory_bytes) if config.persist else None
     arena = warm.arena if warm else Arena(config.memory_bytes)
@@ -90,7 +92,10 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
     gate = Gate(config.gate_share)
     lower = await _connect(redis, cache, growth, gate) if redis else None
     admission = Admission(SERVICE_NAME, "Attach", MAX_CALLS, MAX_SESSIONS)
-    service = Service(cache, growth, secrets.randbits(64) or 1, __version__, gate, lower, admission)
+    recent_warnings = recent.lines if recent is not None else list
+    epoch = secrets.randbits(64) or 1
+    service = Service(cache, growth, epoch, __version__, gate, lower, admission, recent_warnings)
+    status = StatusServer(service.stats)
     server = grpc.aio.server(options=_OPTIONS, interceptors=(admission,))
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = health.aio.HealthServicer()
@@ -112,6 +117,8 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
             bound.append(_bind(server, address))
         if warm is not None:
             warm.reopen(cache)
+        if config.http is not None:
+            bound.append(f"http://{await _start_http(status, config.http)}")
         await growth.make_spare()
         if not arena.num_segments:
             raise StartError(f"memory: the machine has none for the first segment of {arena.segment_bytes} bytes")
@@ -121,6 +128,7 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         # What exists now lives as long as the process; collecting garbage need not look at it again.
         gc.freeze()
+        status.is_ready = True
         _log.info(
             "ready on %s, memory %d MiB in segments of %d MiB",
             " ".join(bound),
@@ -128,6 +136,7 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
             arena.segment_bytes >> 20,
         )
         await stop.wait()
+        status.is_ready = False
         _log.info("stopping: up to %.0f s for calls in flight", GRACE_S)
         await health_servicer.enter_graceful_shutdown()
         service.drain("the server is shutting down")
@@ -147,6 +156,7 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None) -> None:
         for task in background:
             task.cancel()
         await server.stop(0)
+        await status.close()
         if lower is not None:
             await lower.close()
         # In this order: as long as the descriptor socket answers, no other server takes the path we remove.
@@ -164,6 +174,13 @@ async def _connect(redis: RedisConfig, cache: Cache, growth: Growth, gate: Gate)
         await lower.close()
         raise ConfigError("redis", redis.text, str(error)) from None
     return lower
+
+
+async def _start_http(status: StatusServer, address: TcpAddress) -> str:
+    try:
+        return await status.start(address)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror}") from None
 
 
 async def _tick(cache: Cache, warm: WarmRestart | None) -> None:

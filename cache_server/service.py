@@ -36,6 +36,7 @@ from cache_server.gate import STREAM_FILL_BYTES, Gate, StreamGate
 from cache_server.growth import Growth
 from cache_server.leases import LEASE_S
 from cache_server.lower_tier import LowerTier
+from cache_server.operations import BOUNDS
 from cache_server.promotion import NOTHING
 from cache_server.segments import Segment
 from cache_server.sessions import Session
@@ -74,11 +75,13 @@ class Service:
         gate: Gate,
         lower: LowerTier | None = None,
         admission: Admission | None = None,
+        recent_warnings: Callable[[], list[tuple[float, str, str]]] = list,
     ) -> None:
         self._cache = cache
         self._growth = growth
         self._lower = lower
         self._admission = admission
+        self._recent_warnings = recent_warnings
         self._epoch = server_epoch
         self._version = server_version
         self._loop = asyncio.get_running_loop()
@@ -93,8 +96,13 @@ class Service:
     def handler(self) -> Any:
         """All calls, for `grpc.aio.Server.add_generic_rpc_handlers`."""
 
+        operations = self._cache.operations
+
         def unary(request: type[Message], method: Callable[[Any], Message | Awaitable[Message]]) -> Any:
+            name = method.__name__.removeprefix("_")
+
             async def call(raw: bytes, context: _Context) -> bytes:
+                started_at = self._loop.time()
                 try:
                     reply = method(_parse(request, raw))
                     if isawaitable(reply):
@@ -105,6 +113,8 @@ class Service:
                 finally:
                     self._growth.nudge()
                     self._tell()
+                    if name in operations.timings:
+                        operations.note(name, self._loop.time() - started_at)
                 serialized: bytes = reply.SerializeToString()
                 return serialized
 
@@ -129,9 +139,10 @@ class Service:
     # --- sessions -------------------------------------------------------------------------------------------
 
     async def _attach(self, raw: bytes, context: _Context) -> None:
-        request = _parse(pb.AttachRequest, raw)
-        version = _agreed_version(request)
-        session = self._cache.attach(_attachment(request, bool(self._descriptors)))
+        with self._cache.operations.timed("attach"):
+            request = _parse(pb.AttachRequest, raw)
+            version = _agreed_version(request)
+            session = self._cache.attach(_attachment(request, bool(self._descriptors)))
         closing = self._closing[session.id] = self._loop.create_future()
         try:
             ticket = self._cache.sessions.issue_ticket(session) if session.awaits_descriptors else b""
@@ -276,6 +287,7 @@ class Service:
             raise InvalidRequest("a scheduler session has no shard: it cannot get")
         started_at, num_bytes, num_moved = 0.0, 0, 0
         async with self._gets.turn():
+            began_at = self._loop.time()
             for index, key in enumerate(_split("keys", request.keys, session.namespace.key_bytes)):
                 held = self._cache.hold_payload(session, key)
                 if held is None:
@@ -291,6 +303,7 @@ class Service:
                     num_bytes += len(held.bytes)
                 finally:
                     self._cache.drop_payload(held)
+        self._cache.operations.note("get", self._loop.time() - began_at)
         self._streams.note(session.engine_id, num_moved, self._loop.time() - started_at)
 
     async def _send_payload(self, context: _Context, index: int, held: HeldPayload) -> None:
@@ -317,6 +330,7 @@ class Service:
 
     async def _put(self, _messages: AsyncIterator[bytes], context: _Context) -> bytes:
         async with self._puts.turn():
+            began_at = self._loop.time()
             piece = await _read_piece(context)
             if piece is None or piece.header is None:
                 raise InvalidRequest("the first message of a Put has no header")
@@ -326,6 +340,7 @@ class Service:
             reply: bytes = pb.PutReply(
                 statuses=await self._receive(context, session, blocks, piece)
             ).SerializeToString()
+            self._cache.operations.note("put", self._loop.time() - began_at)
             return reply
 
     async def _receive(self, context: _Context, session: Session, blocks: Blocks, first: wire.PutPiece) -> bytes:
@@ -395,6 +410,10 @@ class Service:
 
     # --- figures --------------------------------------------------------------------------------------------
 
+    def stats(self) -> pb.StatsReply:
+        """All figures, as they are now: the one source of `Stats`, `/metrics` and the status page."""
+        return self._stats(pb.StatsRequest())
+
     def _stats(self, _request: pb.StatsRequest) -> pb.StatsReply:
         cache = self._cache
         cache.expire()
@@ -418,6 +437,9 @@ class Service:
                     num_complete=figures.num_complete,
                     stored_bytes=figures.stored_bytes,
                     num_shards=figures.num_shards,
+                    age_s=figures.age_s,
+                    idle_s=figures.idle_s,
+                    num_leased=figures.num_leased,
                 )
                 for figures in cache.namespace_figures()
             ],
@@ -434,6 +456,19 @@ class Service:
                 )
                 for session in cache.sessions
             ],
+            operation_bounds_s=BOUNDS,
+            operations=[
+                pb.OperationStats(name=name, counts=timing.counts, seconds=timing.seconds)
+                for name, timing in cache.operations.timings.items()
+            ],
+            slowest=[
+                pb.SlowOperation(name=one.name, seconds=one.seconds, ended_s_ago=s_ago)
+                for one, s_ago in cache.operations.slowest()
+            ],
+            recent_warnings=[
+                pb.LogLine(s_ago=s_ago, level=level, text=text) for s_ago, level, text in self._recent_warnings()
+            ],
+            draining=self._is_draining,
         )
 
     def _refusals(self) -> dict[str, int]:

@@ -114,3 +114,6 @@ class NamespaceFigures:
     num_complete: int
     stored_bytes: int
     num_shards: int
+    age_s: float  # since its first session attached
+    idle_s: float  # since somebody attached, looked up or stored last
+    num_leased: int  # blocks that somebody was promised

