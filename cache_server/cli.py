@@ -1,28 +1,36 @@
-"""`prefixd serve` and `prefixd stats`.
+"""`prefixd serve`, and the other commands put together (`commands/`).
 
 Settings are checked before anything heavy is imported, mapped or bound: a wrong one costs one line on stderr and exit
 status 2; so does a Redis that answers and refuses them. A server that cannot start (socket in use, port taken) and one
-that cannot be reached: one line, status 1.
+that cannot be reached: one line, status 1. Where settings come from: `settings.py`.
 """
 
-import json
-import logging
 import os
-import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from cache_server.cgroup import memory_limit
+from cache_server.commands import check as check_command
+from cache_server.commands import config as config_command
+from cache_server.commands.ask import json_parameter
+from cache_server.commands.completion import completion
+from cache_server.commands.flush import flush
+from cache_server.commands.ls import ls
+from cache_server.commands.stats import stats
+from cache_server.commands.text import fail
+from cache_server.commands.top import top
+from cache_server.commands.warm import warm
 from cache_server.config import (
     DEFAULT_GATE_SHARE,
     DEFAULT_LISTEN,
     DEFAULT_MEMORY,
     ConfigError,
+    ServerConfig,
     check_limit,
-    parse_address,
     parse_config,
 )
+from cache_server.logs import FORMATS, LEVELS
 from cache_server.process_title import hide_argument
 from cache_server.redis_config import (
     DEFAULT_CONNECTIONS,
@@ -31,20 +39,22 @@ from cache_server.redis_config import (
     DEFAULT_TIMEOUT,
     DEFAULT_TTL,
     PASSWORD_VARIABLE,
+    RedisConfig,
     RedisOptions,
     parse_redis,
     password_in,
 )
-
-STATS_TIMEOUT_S = 5.0
+from cache_server.settings import SettingsCommand, is_given, settings_of
+from protos import __version__
 
 
 @click.group()
+@click.version_option(__version__, prog_name="prefixd", message="%(prog)s %(version)s")
 def main() -> None:
-    """The prefix cache server of prefixd."""
+    """The prefix cache server of prefixd, and what asks it."""
 
 
-@main.command()
+@main.command(cls=SettingsCommand)
 @click.option(
     "--listen",
     multiple=True,
@@ -65,11 +75,19 @@ def main() -> None:
 @click.option("--redis-ca-file", metavar="FILE", help="rediss://: who is trusted.  [default: the system's]")
 @click.option("--redis-cert-file", metavar="FILE", help="rediss://: our certificate, if Redis asks for one.")
 @click.option("--redis-key-file", metavar="FILE", help="rediss://: its key.")
-@click.option("--redis-ttl", metavar="TIME", help=f"How long unused blocks stay.  [default: {DEFAULT_TTL}]")
-@click.option("--redis-prefix", metavar="TEXT", help=f"Of all keys.  [default: {DEFAULT_PREFIX}]")
-@click.option("--redis-connections", type=int, help=f"For payloads, per node.  [default: {DEFAULT_CONNECTIONS}]")
-@click.option("--redis-queue", metavar="SIZE", help=f"What may wait to be written.  [default: {DEFAULT_QUEUE}]")
-@click.option("--redis-timeout", metavar="TIME", help=f"Without a byte from it.  [default: {DEFAULT_TIMEOUT}]")
+@click.option(
+    "--redis-ttl", metavar="TIME", default=DEFAULT_TTL, show_default=True, help="How long unused blocks stay."
+)
+@click.option("--redis-prefix", metavar="TEXT", default=DEFAULT_PREFIX, show_default=True, help="Of all keys.")
+@click.option(
+    "--redis-connections", type=int, default=DEFAULT_CONNECTIONS, show_default=True, help="For payloads, per node."
+)
+@click.option(
+    "--redis-queue", metavar="SIZE", default=DEFAULT_QUEUE, show_default=True, help="What may wait to be written."
+)
+@click.option(
+    "--redis-timeout", metavar="TIME", default=DEFAULT_TIMEOUT, show_default=True, help="Without a byte from it."
+)
 @click.option(
     "--gate-share",
     type=float,
@@ -83,76 +101,87 @@ def main() -> None:
     help="Keep the memory over a clean stop (SIGTERM), for the next server with the same DIR and --memory. "
     "On a tmpfs, with room for --memory and 1/256 more; one server per DIR.",
 )
-def serve(
-    listen: tuple[str, ...], memory: str, gate_share: float, persist: str | None, url: str | None, **redis: Any
-) -> None:
-    """Serve until SIGTERM."""
-    try:
-        if url is not None:
-            hide_argument(password_in(url))
-        options = RedisOptions(url, **{name.removeprefix("redis_"): value for name, value in redis.items()})
-        redis_config = parse_redis(options, os.environ)
-        config = parse_config(listen, memory, gate_share, persist)
-        check_limit(config, memory_limit())
-    except ConfigError as error:
-        _fail(2, str(error))
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="Serve the status page, /metrics, /healthz and /readyz there; read-only.  [default: not at all]",
+)
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Of stderr.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of stderr.")
+@click.pass_context
+def serve(context: click.Context, /, **values: Any) -> None:
+    """Serve until SIGTERM.
+
+    A setting comes from its flag, else its variable, else the file of --config, else its default.
+    """
+    config, redis = _checked(context, values)
+    _check_limit(config)
 
     import asyncio
 
-    from cache_server import server
+    from cache_server import logs, server
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    recent = logs.setup(values["log_format"], values["log_level"])
     try:
-        asyncio.run(server.serve(config, redis_config))
+        asyncio.run(server.serve(config, redis, recent))
     except ConfigError as error:
-        _fail(2, str(error))
+        fail(2, str(error))
     except server.StartError as error:
-        _fail(1, str(error))
+        fail(1, str(error))
 
 
-@main.command()
-@click.option("--server", "address", default=DEFAULT_LISTEN, show_default=True, metavar="ADDRESS")
-@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
-def stats(address: str, as_json: bool) -> None:
-    """Print the server's figures."""
+def _checked(context: click.Context, values: dict[str, Any]) -> tuple[ServerConfig, RedisConfig | None]:
+    """What the values mean, or the end of the process with one line."""
+    url = values["url"]
+    # None for what nobody set: an option of Redis without --redis is a mistake.
+    redis = {
+        name.removeprefix("redis_"): value if is_given(context, name) else None
+        for name, value in values.items()
+        if name.startswith("redis_")
+    }
     try:
-        target = str(parse_address("server", address))
+        if url is not None:
+            hide_argument(password_in(url))
+        redis_config = parse_redis(RedisOptions(url, **redis), os.environ)
+        config = parse_config(
+            values["listen"], values["memory"], values["gate_share"], values["persist"], values["http"]
+        )
     except ConfigError as error:
-        _fail(2, str(error))
-
-    import grpc
-    from google.protobuf.json_format import MessageToDict
-
-    from protos import kv_cache_pb2 as pb
-    from protos import kv_cache_pb2_grpc as pb_grpc
-
-    with grpc.insecure_channel(target) as channel:
-        try:
-            reply = pb_grpc.KvCacheStub(channel).Stats(pb.StatsRequest(), timeout=STATS_TIMEOUT_S)
-        except grpc.RpcError as error:
-            _fail(1, f"server: {address!r} does not answer: {error.code().name}")
-    if as_json:
-        click.echo(json.dumps(MessageToDict(reply, preserving_proto_field_name=True), indent=2, sort_keys=True))
-        return
-    click.echo(f"prefixd {reply.server_version}, epoch {reply.server_epoch:016x}, up {reply.uptime_s:.0f} s")
-    for name in ("memory", "touched", "stored", "reserved", "leased"):
-        click.echo(f"{name:>10} {getattr(reply, name + '_bytes') / (1 << 20):12.1f} MiB")
-    for namespace in reply.namespaces:
-        click.echo(
-            f"namespace {namespace.fingerprint.hex()[:12]}: {namespace.num_complete} of {namespace.num_blocks} blocks "
-            f"complete, {namespace.num_shards} shards, {namespace.stored_bytes / (1 << 20):.1f} MiB"
-        )
-    for session in reply.sessions:
-        role = f"worker {session.shard}" if session.role == pb.ROLE_WORKER else "scheduler"
-        click.echo(
-            f"session {session.session_id:016x}: {session.client_name} pid {session.pid}, engine {session.engine_id}, "
-            f"{role}{', mapped' if session.mapped else ''}, {session.reserved_bytes / (1 << 20):.1f} MiB reserved"
-        )
-    for name, count in sorted(reply.counters.items()):
-        if count:
-            click.echo(f"{name:>28} {count}")
+        fail(2, str(error))
+    return config, redis_config
 
 
-def _fail(status: int, line: str) -> NoReturn:
-    click.echo(f"prefixd: {line}", err=True)
-    sys.exit(status)
+def _check_limit(config: ServerConfig) -> None:
+    try:
+        check_limit(config, memory_limit())
+    except ConfigError as error:
+        fail(2, str(error))
+
+
+@click.pass_context
+def config(context: click.Context, /, as_json: bool, **values: Any) -> None:
+    """Print the settings that `prefixd serve` would run with, and where each comes from.
+
+    Takes the flags of serve, its variables and its file; refuses what serve would refuse.
+    """
+    checked, _ = _checked(context, values)
+    _check_limit(checked)
+    config_command.show(context, values, as_json)
+
+
+@click.pass_context
+def check(context: click.Context, /, as_json: bool, **values: Any) -> None:
+    """Look whether this machine can run `prefixd serve` with these settings, and an engine beside it.
+
+    Takes the flags of serve, its variables and its file. Exit status 1 if something fails.
+    """
+    config, redis_config = _checked(context, values)
+    check_command.run(config, redis_config, as_json)
+
+
+# They take what serve takes, whatever that is.
+for _callback in (config, check):
+    _options = [*settings_of(serve), json_parameter()]
+    main.add_command(SettingsCommand(_callback.__name__, params=_options, callback=_callback, help=_callback.__doc__))
+for _command in (stats, top, ls, flush, warm, completion):
+    main.add_command(_command)

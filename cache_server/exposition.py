@@ -199,7 +199,7 @@ FAMILIES: Final = (
     ),
 )
 # Gauges over the reply itself.
-GAUGES: Final = {
+GAUGES: Final[dict[str, tuple[str, Callable[[pb.StatsReply], float]]]] = {
     "memory_budget_bytes": ("What --memory allows.", lambda stats: stats.memory_bytes),
     "memory_touched_bytes": ("Memory of the segments that exist; it grows to the budget.", lambda s: s.touched_bytes),
     "memory_stored_bytes": ("Memory of slots with a name, rounded up to slots.", lambda stats: stats.stored_bytes),
@@ -211,7 +211,7 @@ GAUGES: Final = {
     "uptime_seconds": ("Since the server started.", lambda stats: stats.uptime_s),
     "draining": ("1: the server was told to stop and lets calls in flight end.", lambda stats: int(stats.draining)),
 }
-NAMESPACE_GAUGES: Final = {
+NAMESPACE_GAUGES: Final[dict[str, tuple[str, Callable[[pb.NamespaceStats], float]]]] = {
     "namespace_blocks": ("Blocks of this namespace, with at least one shard.", lambda one: one.num_blocks),
     "namespace_complete_blocks": (
         "Of those: with all their shards, so that they can be hits.",

@@ -13,9 +13,11 @@ ONLY_IN = {
     "vllm": {"connector/plugin.py", "connector/metrics.py"},
     "torch": {"connector/kv_layout.py", "connector/transfer.py"},
     "redis": {"cache_server/redis_line.py"},
+    "aiohttp": {"cache_server/status_http.py", "cache_server/commands/warm.py"},
+    "prometheus_client": {"cache_server/exposition.py"},
     "grpc": {
         "cache_server/admission.py",
-        "cache_server/cli.py",
+        "cache_server/commands/ask.py",
         "cache_server/server.py",
         "cache_server/service.py",
         "connector/client.py",

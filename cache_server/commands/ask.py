@@ -1,0 +1,81 @@
+"""Asking a running server: its address, one call, and one line when it does not answer."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from cache_server.commands.text import fail
+from cache_server.config import DEFAULT_LISTEN, ConfigError, parse_address
+from protos import kv_cache_pb2 as pb
+
+TIMEOUT_S = 5.0
+_JSON_HELP = "One JSON value, for programs."
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def server_option(command: _Command) -> _Command:
+    """--server, for a command with a parameter `address`."""
+    option = click.option(
+        "--server",
+        "address",
+        default=DEFAULT_LISTEN,
+        show_default=True,
+        envvar="PREFIXD_SERVER",
+        show_envvar=True,
+        metavar="ADDRESS",
+        help="Where the server listens: unix:///PATH or HOST:PORT.",
+    )
+    return option(command)
+
+
+def json_option(command: _Command) -> _Command:
+    """--json, for a command with a parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=_JSON_HELP)(command)
+
+
+def json_parameter() -> click.Option:
+    """The same, for a command that is put together of parameters."""
+    return click.Option(["--json", "as_json"], is_flag=True, help=_JSON_HELP)
+
+
+class Server:
+    """One connection, for one command. Every failure ends the process with one line."""
+
+    def __init__(self, address: str) -> None:
+        import grpc
+
+        from protos import kv_cache_pb2_grpc as pb_grpc
+
+        try:
+            target = str(parse_address("server", address))
+        except ConfigError as error:
+            fail(2, str(error))
+        self._grpc = grpc
+        self._address = address
+        self._channel = grpc.insecure_channel(target)
+        self._stub = pb_grpc.KvCacheStub(self._channel)
+
+    def stats(self) -> pb.StatsReply:
+        """All figures."""
+        reply: pb.StatsReply = self._call(self._stub.Stats, pb.StatsRequest())
+        return reply
+
+    def try_stats(self) -> pb.StatsReply | str:
+        """All figures, or why there are none."""
+        try:
+            reply: pb.StatsReply = self._stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
+        except self._grpc.RpcError as error:
+            return str(error.code().name)
+        return reply
+
+    def flush(self, fingerprint: bytes) -> int:
+        """Drop a namespace, or all (empty). Returns the number of blocks that went."""
+        reply: pb.FlushReply = self._call(self._stub.Flush, pb.FlushRequest(fingerprint=fingerprint))
+        return int(reply.num_blocks)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=TIMEOUT_S)
+        except self._grpc.RpcError as error:
+            fail(1, f"server: {self._address!r} does not answer: {error.code().name}")
