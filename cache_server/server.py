@@ -118,7 +118,7 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: 
         if warm is not None:
             warm.reopen(cache)
         if config.http is not None:
-            bound.append(f"http://{await _start_http(status, config.http)}")
+            _log.info("status page and /metrics on http://%s", await _start_http(status, config.http))
         await growth.make_spare()
         if not arena.num_segments:
             raise StartError(f"memory: the machine has none for the first segment of {arena.segment_bytes} bytes")

@@ -105,7 +105,8 @@ class RequestState:
     question: Question | None = None
     offer: tuple[int, int] | None = None  # blocks [start, stop) that we last said can be loaded
     num_local: int = 0  # leading blocks that the engine itself had when it last asked
-    may_load: bool = True
+    may_load: bool = True  # also false after a load that failed
+    wants_loads: bool = True  # `may_load` at first
     save_stop: int = sys.maxsize
     steps_aside: bool = False  # answers None once: its load failed, see `num_new_matched_tokens`
     patience_until: float = 0.0  # for blocks on their way to the server or to the engine; 0: it has not waited yet
@@ -244,7 +245,9 @@ class SchedulerSide:
             self._bypass_counts[reason] += 1
             self._bypassed[request_id] = request
             return None
-        state = RequestState(request, self._new_keys(request), may_load=may_load, save_stop=save_stop)
+        state = RequestState(
+            request, self._new_keys(request), may_load=may_load, wants_loads=may_load, save_stop=save_stop
+        )
         self._states[request_id] = state
         return state
 
@@ -497,7 +500,7 @@ class SchedulerSide:
         state.steps_aside = False
         state.patience_until = 0.0
         self._lets_others_load(state)
-        if state.may_load:
+        if state.wants_loads:
             num_wanted = (state.request.num_tokens - 1) // self._block_size - state.num_local
             self._counts["wanted_tokens"] += max(num_wanted, 0) * self._block_size
         if state.num_local and self._old_blocks_stay:

@@ -208,6 +208,7 @@ class WorkerSide:
         """Reports loads as failed that were never started."""
         with self._results:
             for load in loads:
+                self._counts["load_failed_blocks"] += len(load.block_ids)
                 self._finished.add(load.request_id)
                 self._failed_blocks.update(load.block_ids)
 

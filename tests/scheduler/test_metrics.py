@@ -105,6 +105,7 @@ def test_a_load_that_fails_is_counted_once(model: Path, shape: dict[str, Any], l
     counts = engine.counts()["scheduler"]
     assert (counts["promised_tokens"], counts.get("loaded_tokens", 0)) == (96, num_loaded)
     assert counts["load_failed_tokens"] == 96 - num_loaded
+    assert counts["wanted_tokens"] == 2 * 96, "of this request and of the first, which missed"
     assert {name: count for name, count in counts.items() if name.startswith("loads:")} == {"loads:failed": 1}
     engine.check_idle()
 
