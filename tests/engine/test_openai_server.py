@@ -1,18 +1,15 @@
 """As an operator meets it: vLLM's OpenAI server, the README's option, and the figures in its answers."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.engine.engine import ENVIRONMENT, ROOT, START_S, end_group, wait_until
-from tests.engine.prefixd import Prefixd, free_port
+from tests.engine.engine import ROOT, wait_until
+from tests.engine.openai import OpenAI
+from tests.engine.prefixd import Prefixd
 from tests.models import prompt
 
 
@@ -24,34 +21,6 @@ def readme_option(server: str) -> str:
     return option.replace("unix:///run/prefixd/prefixd.sock", server)
 
 
-class OpenAI:
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self._url + path, timeout=60) as reply:
-            return str(reply.read().decode())
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            answer = reply.read()
-        return json.loads(answer) if answer else None
-
-    def is_ready(self) -> bool:
-        try:
-            self.get("/health")
-        except OSError:
-            return False
-        return True
-
-    def counter(self, name: str) -> float:
-        values = re.findall(rf"^{re.escape(name)}\{{.*\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
-        return sum(map(float, values))
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefixd]:
     with Prefixd(tmp_path_factory.mktemp("openai")) as server:
@@ -61,30 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefixd]:
 @pytest.fixture(scope="module")
 def openai(server: Prefixd, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("api")
-    port = free_port()
-    with (folder / "api.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-prompt-tokens-details"),
-                *("--host", "127.0.0.1", "--port", str(port), "--model", settings["model"], "--dtype", "float32"),
-                *("--block-size", "32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "llama"),
-                *("--kv-transfer-config", readme_option(server.unix_address)),
-            ],
-            cwd=folder,
-            env={**os.environ, **ENVIRONMENT, "TMPDIR": str(folder), "VLLM_SERVER_DEV_MODE": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    api = OpenAI(port)
-    try:
-        wait_until(lambda: api.is_ready() or process.poll() is not None, START_S, "the OpenAI server is ready")
-        assert process.poll() is None, (folder / "api.log").read_text()[-4000:]
+    with OpenAI(folder, settings["model"], readme_option(server.unix_address), "--max-model-len", "1024") as api:
         wait_until(lambda: server.attached(2), 10, "worker and scheduler side are attached")
         yield api
-    finally:
-        end_group(process)
 
 
 def after_the_engine_forgot(openai: OpenAI, body: dict[str, Any]) -> Any:
