@@ -52,10 +52,10 @@ class Address:
 class ConnectorConfig:
     """The settings of one engine."""
 
-    server: str
+    server: str  # where the cache server listens: unix:///PATH or HOST:PORT
     namespace: str | None = None  # replaces the model identity: engines with equal ones share
     weights_version: str | None = None  # added to it: to share again after a weight update
-    hash: str = "xxh3_128"
+    hash: str = "xxh3_128"  # of the keys; sha256, which is slower, where tenants are hostile to each other
     lookup_timeout_ms: float = 50.0  # what a dead server costs one request, once
     load_timeout_ms: float = 10_000.0  # after which a promised load counts as failed
     lookup_wait_ms: float = 1.0  # how long the scheduler stands still for an answer before it asks again next step

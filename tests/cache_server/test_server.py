@@ -232,7 +232,7 @@ def test_stats_on_the_command_line(server: ServerProcess) -> None:
 
     with mapped(server, engine_id="an engine"):
         assert "engine an engine, worker 0, mapped" in stats("--server", server.unix).stdout
-        assert json.loads(stats("--server", server.tcp, "--json").stdout)["memory_bytes"] == str(256 * MIB)
+        assert json.loads(stats("--server", server.tcp, "--json").stdout)["memory"]["budget_bytes"] == 256 * MIB
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         done = stats("--server", f"127.0.0.1:{unused.getsockname()[1]}")
