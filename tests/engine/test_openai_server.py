@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +95,25 @@ def test_a_stop_string_ends_an_answer_and_leaves_right_blocks(openai: OpenAI, se
     assert after_the_engine_forgot(openai, body)["choices"][0]["text"] == whole
     assert openai.counter("vllm:prefixd_loaded_tokens_total") > before, "positive control"
     wait_until(lambda: server.stats().leased_bytes == 0, 15, "nothing of them is left")
+
+
+def test_warm_has_the_engine_compute_prompts_once(openai: OpenAI, server: Prefixd, tmp_path: Path) -> None:
+    """`prefixd warm`, asked twice: the second time, after the engine forgot, they are cached."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f"{json.dumps(prompt(seed, 100))}\n" for seed in (81, 82)))
+    known = server.num_blocks()
+
+    def warm() -> dict[str, object]:
+        command = [sys.executable, "-m", "cache_server", "warm", str(file), "--engine", openai.url, "--json"]
+        return dict(json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout))
+
+    first = warm()
+    wait_until(lambda: server.num_blocks() >= known + 2 * 3, 10, "all full blocks are saved")
+
+    def all_cached() -> bool:
+        openai.post("/reset_prefix_cache")
+        return warm() == {"prompts": 2, "tokens": 200, "cached_tokens": 2 * 96, "failed": []}
+
+    assert (first["prompts"], first["tokens"], first["failed"]) == (2, 200, [])
+    assert not first["cached_tokens"]
+    wait_until(all_cached, 20, "both are cached")
