@@ -155,6 +155,13 @@ FAMILIES: Final = (
         "outcome",
     ),
     _one("promoted_bytes", "promoted_bytes", "Payload bytes that came up from Redis and got their name."),
+    Family(
+        "refused_too_many",
+        "What was refused because too much of it was under way, with a hint when to come again. calls: of any kind; "
+        "streams: Gets and Puts. Not counted: sessions (prefixd_sessions_refused_total).",
+        {"calls": "calls_refused", "streams": "streams_refused"},
+        "what",
+    ),
     _one(
         "integrity_failures",
         "integrity_failures",

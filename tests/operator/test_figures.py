@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache_server.admission import Turns
 from cache_server.exposition import FAMILIES, GAUGES, NAMESPACE_GAUGES
 from cache_server.lower_tier import LowerTier
 from cache_server.metrics import Counters
 from cache_server.operations import OPERATIONS
+from cache_server.service import Service
 from tests.cache_server.harness import NAMESPACE, ServerProcess
 from tests.operator.conftest import Watched, http_url
 from tests.operator.traffic import NUM_SLOTS, PAYLOAD, Traffic, counters_of
@@ -162,7 +164,8 @@ def test_every_figure_is_in_exactly_one_family() -> None:
 
     # `lookups` and `lookup_asked_blocks` are sums of their families.
     sums = {"lookups", "lookup_asked_blocks"}
-    assert sorted(exposed) == sorted({*Counters().as_dict(), *figures_of_the_lower_tier()} - sums)
+    refusals = set(Service._refusals(SimpleNamespace(_admission=None, _gets=Turns("Get"), _puts=Turns("Put"))))  # type: ignore[arg-type]
+    assert sorted(exposed) == sorted({*Counters().as_dict(), *figures_of_the_lower_tier(), *refusals} - sums)
 
 
 def test_every_help_text_says_what_is_counted() -> None:

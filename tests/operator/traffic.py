@@ -23,7 +23,7 @@ class Traffic:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self.expected = dict.fromkeys(Counters().as_dict(), 0)
+        self.expected = dict.fromkeys([*Counters().as_dict(), "calls_refused", "streams_refused"], 0)
         self.worker = Client(server.unix, 0, payload_bytes=PAYLOAD, descriptors=server.socket_path)
         wait_until(self.worker.is_mapped, "segments are handed out")
         self.scheduler = Client(server.unix)
