@@ -96,7 +96,7 @@ def test_a_password_is_not_shown() -> None:
         ("memory: {a: b}", "memory: \"{'a': 'b'}\" is not allowed; one text or number"),
         ("- memory", "is not allowed; one setting per line, KEY: VALUE"),
         ("a: [", "is not allowed; YAML ("),
-        ("memory: 10", "memory: '10' is not allowed; a number with a unit"),
+        ("memory: 10", "memory: '10' is not allowed; a size of 1MiB or more with its unit"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:

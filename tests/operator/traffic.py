@@ -112,6 +112,11 @@ class Traffic:
         counters = self.server.stats().counters
         self._count(reserved_slots=NUM_SLOTS, reserve_short=counters["reserve_short"])
 
+    def release(self) -> None:
+        """The lease of `_hit`, which would run out while tests look at the figures."""
+        self.scheduler.stub.Release(pb.ReleaseRequest(session_id=self.scheduler.id, lease_ids=[self.lease_id]))
+        self._count(leases_released=1)
+
     def flush(self) -> int:
         """Everything goes; the lease of `_hit` ends with it."""
         reply = self.scheduler.stub.Flush(pb.FlushRequest())
