@@ -183,7 +183,7 @@ def test_an_engine_whose_server_is_refused_runs_uncached_and_says_why_once(
 
     with (
         Translator(tmp_path, server.unix, server.socket_path, Wire(file_of_today()), **edits) as other,
-        recorded_log("prefixd.connector") as log,
+        recorded_log("vllm.prefixd") as log,
     ):
         engine = EngineLike(other.tcp, "refused")
         try:
