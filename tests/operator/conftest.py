@@ -36,6 +36,5 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with ServerProcess(tmp_path_factory.mktemp("op"), "256MiB", "--http", "127.0.0.1:0") as server:
         traffic = Traffic(server)
         traffic.run()
-        traffic.release()
         yield Watched(server, traffic, http_url(server))
         traffic.close()
