@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 START_S = 400.0  # an engine start takes 35-60 s on two idle cores
 ANSWER_S = 120.0
+PLAY_S = 600.0  # hundreds of requests take some 30 s on two idle cores; this guards against hangs
 
 # The engine's own settings that make runs comparable and quiet; `os.environ` of the caller comes below them.
 ENVIRONMENT = {
@@ -107,7 +108,7 @@ class Engine:
 
     def play(self, *requests: dict[str, Any]) -> list[Answer]:
         """Requests that come and leave when they say; of an engine with the driver `async_driver`, which see."""
-        return [Answer(**one) for one in self._ask("play", requests=list(requests))["requests"]]
+        return [Answer(**one) for one in self._ask("play", within_s=PLAY_S, requests=list(requests))["requests"]]
 
     def clear_local(self, *, connector: bool = False) -> None:
         """The engine forgets its own prefix cache; with `connector`, the connector's `reset_cache` is called too."""
@@ -149,13 +150,13 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, command: str, *, within_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
         self.wait_ready()
         try:
             print(json.dumps({"do": command, **arguments}), file=self._process.stdin)
         except OSError as error:
             raise EngineDiedError(self._obituary(f"{command}: {error}")) from error
-        return self._answer(ANSWER_S)
+        return self._answer(within_s)
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         try:

@@ -786,11 +786,14 @@ class Engine:
             self.step()
 
     def run(self, max_steps: int = 500) -> None:
-        """Until nothing is left to do."""
+        """Until nothing is left to do, of which something is done at least every 200 steps (C52)."""
+        num_idle = 0
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._queue:
                 return
             self.step()
+            num_idle = 0 if self.outputs and self.outputs[-1].num_scheduled_tokens else num_idle + 1
+            assert num_idle < 200, "the engine stands still"
         left = [(request.request_id, request.status.name) for request in self.scheduler.requests.values()]
         raise AssertionError(f"not idle after {max_steps} steps: {left}")
 

@@ -181,6 +181,7 @@ def test_a_request_that_must_compute_its_prompt_loads_nothing(
 
     assert set(matches_of(engine, "second")) == {(0, False)}
     assert engine.worker.num_loaded_blocks == 0
+    assert not engine.server.leases, "no lease was ever asked for"
     assert len(engine.server.blocks) == 6 + 3
     engine.check_idle()
 
