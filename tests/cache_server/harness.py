@@ -274,6 +274,7 @@ class Client:
     ) -> None:
         self.payload_bytes = payload_bytes
         self.key_bytes = key_bytes
+        self.stream_timeout_s = TIMEOUT_S
         self.channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.stub = pb_grpc.KvCacheStub(self.channel)
         request = pb.AttachRequest(
@@ -406,14 +407,14 @@ class Client:
         """Through a stream."""
         fields: dict[str, Any] = {"session_id": self.id, **batch(keys, start), **header}
         messages = put_messages(pb.PutHeader(**fields), [payload_of(k, self.payload_bytes) for k in keys[start:]])
-        return list(self.stub.Put(messages, timeout=TIMEOUT_S).statuses)
+        return list(self.stub.Put(messages, timeout=self.stream_timeout_s).statuses)
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The payloads; None where missing. Offsets and checksums are checked."""
         payloads: list[bytearray | None] = [bytearray() for _ in keys]
         checksums: dict[int, int] = {}
         request = pb.GetRequest(session_id=self.id, keys=b"".join(keys))
-        for chunk in self.stub.Get(request, timeout=TIMEOUT_S):
+        for chunk in self.stub.Get(request, timeout=self.stream_timeout_s):
             payload = payloads[chunk.index]
             if chunk.missing:
                 payloads[chunk.index] = None

@@ -47,6 +47,7 @@ HEAL_S = 30.0  # three times the 10 s in which a first good hit has to come
 PAUSE_S = 1.0  # between faults
 LEASE_S = 30.0
 NUM_ENGINES = 4
+LEAVE_LEASES = {"server: leased out", "client: kill -9", "client: kill -9 in a save"}  # which end by their time only
 
 
 class Engine:
@@ -99,7 +100,7 @@ class Soak:
         self.server = Prefixd(folder, "--redis", redis, "--persist", str(shared), memory=f"{BUDGET // MIB}MiB")
         self.shared = shared
         self.server.start()
-        self.engines = [self.new_engine(number) for number in range(NUM_ENGINES)]
+        self.engines: list[Engine] = []
         self.next_number = NUM_ENGINES
         self.gone: collections.Counter[str] = collections.Counter()  # figures of engines that are no more
         self.times: dict[str, int] = collections.Counter()
@@ -109,6 +110,10 @@ class Soak:
         self.over = threading.Event()
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.watcher.start()
+
+    def start_engines(self) -> None:
+        self.engines = [self.new_engine(number) for number in range(NUM_ENGINES)]
+        self.heal("start")
 
     def new_engine(self, number: int) -> Engine:
         address = self.server.unix_address if number % 2 else self.server.port_address
@@ -320,20 +325,24 @@ class Soak:
             "client: kill -9 in a save": self.kill_client_in_a_save,
         }
 
-    def deck(self) -> Iterator[str]:
-        """All kinds, shuffled, again and again."""
+    def deck(self, until: float) -> Iterator[str]:
+        """All kinds, shuffled, again and again. What leaves leases behind comes early: they are over at the end."""
+        names = list(self.faults())
+        self.choose.shuffle(names)
+        yield from sorted(names, key=lambda name: name not in LEAVE_LEASES)
         while True:
-            names = list(self.faults())
             self.choose.shuffle(names)
-            yield from names
+            for name in names:
+                if name not in LEAVE_LEASES or until - time.monotonic() > LEASE_S:
+                    yield name
 
     # --- the run
 
     def run(self, minutes: float) -> None:
+        self.start_engines()
         until = time.monotonic() + 60 * minutes
-        self.heal("start")
         faults = self.faults()
-        for name in self.deck():
+        for name in self.deck(until):
             if time.monotonic() > until:
                 break
             self.times[name] += 1

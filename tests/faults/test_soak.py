@@ -71,15 +71,11 @@ def test_a_soak_says_so_when_engines_are_served_wrong_bytes(tmp_path: Path, shar
 
     stage = Soak(tmp_path, shared_memory_folder, SEED)
     try:
-        stage.heal("start")
-        stage.look("start")
+        # Before any engine has saved them: half of what they look for.
+        poison(stage.server.port_address, (chain(f"shared {number}", 24) for number in range(100)))
+        stage.look("nothing yet")
         assert stage.report().endswith("everything held")
-        # Chains that no engine has saved yet would be theirs; these are nobody's until the server starts anew.
-        stage.server.kill()
-        stage.redis.kill()
-        stage.redis.start()
-        stage.server.start()
-        poison(stage.server.port_address, (chain(f"shared {number}", 24) for number in range(200)))
+        stage.start_engines()
         wait_until(lambda: stage.total("wrong") > 0, "an engine has loaded one", 30)
         stage.look("poison")
 
