@@ -47,7 +47,8 @@ HEAL_S = 30.0  # three times the 10 s in which a first good hit has to come
 PAUSE_S = 1.0  # between faults
 LEASE_S = 30.0
 NUM_ENGINES = 4
-LEAVE_LEASES = {"server: leased out", "client: kill -9", "client: kill -9 in a save"}  # which end by their time only
+# After these there are leases that end by their time only: their holder is gone, or nobody took the release.
+LEAVE_LEASES = {"server: leased out", "server: stopped", "client: kill -9", "client: kill -9 in a save"}
 
 
 class Engine:
