@@ -5,12 +5,14 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cache_server.harness import ROOT, ServerProcess
+from tests.cache_server.harness import ROOT, ServerProcess, wait_until
+from tests.proxy import Proxy
 from tests.redis.harness import counters
 from tests.redis.servers import RedisServer, free_port
 
@@ -101,6 +103,44 @@ def test_a_redis_that_is_not_there_does_not_prevent_the_start(tmp_path: Path, ki
         assert server.stop() == 0
     listener.close()
     assert "Traceback" not in server.log
+
+
+def test_a_slow_link_is_measured_before_the_start_is_over(tmp_path: Path, redis_server: RedisServer) -> None:
+    """At 2 MB/s."""
+    with Proxy(redis_server.address) as proxy:
+        proxy.bytes_per_s = 2e6
+        with ServerProcess(tmp_path, "64MiB", "--redis", f"redis://127.0.0.1:{proxy.port}") as server:
+            figures = counters(server)
+            assert figures["redis_up"] == 1
+            assert 0.5e6 < figures["redis_bytes_per_s"] < 3e6
+            assert server.stop() == 0
+
+
+def test_a_link_that_falls_silent_while_it_is_measured_does_not_prevent_the_start(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """The first answer comes, the value that is measured with never does."""
+    with Proxy(redis_server.address) as proxy:
+        silent = threading.Event()
+
+        def fall_silent() -> None:
+            while proxy.num_bytes[0] < 1 << 16 and not silent.wait(0.001):
+                pass
+            proxy.stop()
+
+        watch = threading.Thread(target=fall_silent)
+        watch.start()
+        proxy.bytes_per_s = 1e6
+        with ServerProcess(
+            tmp_path, "64MiB", "--redis", f"redis://127.0.0.1:{proxy.port}", "--redis-timeout", "500ms"
+        ) as server:
+            assert proxy.num_bytes[0] >= 1 << 16
+            assert counters(server)["redis_bytes_per_s"] == 0
+            wait_until(lambda: counters(server)["redis_up"] == 0, "redis_up is 0", 15)
+            assert server.log.count("going on without it") == 1
+            assert server.stop() == 0
+        silent.set()
+        watch.join()
 
 
 def test_it_joins_when_redis_comes_later(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
-from cache_server.redis_lanes import ABSENT, CORRUPT, STORED, TierDownError
+from cache_server.redis_lanes import ABSENT, CORRUPT, STORED, Save, TierDownError
+from cache_server.redis_line import Line
 from cache_server.redis_tier import RedisTier
 from cache_server.redis_topology import TierRefusedError
 from tests.cache_server.harness import NAMESPACE, Bench, chain, payload_of
@@ -153,6 +154,33 @@ async def test_a_flush_while_it_waits_keeps_the_payload_here(redis_server: Redis
 
     assert status == "changed"
     assert redis_server.payload_keys() == []
+
+
+async def test_a_flush_between_length_and_value_leaves_a_value_that_does_not_verify(
+    redis_server: RedisServer, bench: Bench
+) -> None:
+    """Redis was told how long the value is, so one has to come; nobody may take it for the block."""
+    name = name_of(KEYS[0], SIZE)
+    held = bench.cache.hold_named(name)
+    assert held is not None
+
+    class Flushing(Line):
+        def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+            super().send(buffers)
+            bench.cache.flush(b"")
+
+    line = Flushing(parsed(redis_server.url).addresses[0], parsed(redis_server.url))
+    line.connect()
+    operation = Save(redis_key(KEYS[0]), name, held, 100_000)
+    assert operation.send(line)
+    assert operation.read(line) == STORED
+    line.drop()
+    assert not held.is_intact  # whoever waits for the save deletes it
+    bench.cache.drop_payload(held)
+
+    async with tier(redis_server.url) as redis:
+        assert await redis.lengths([name]) == [HEADER + SIZE]
+        assert (await load(redis, KEYS[0]))[0] == CORRUPT
 
 
 # --- how it connects ------------------------------------------------------------------------------------------
