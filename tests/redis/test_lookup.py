@@ -324,19 +324,20 @@ def test_a_tier_that_becomes_slow_is_given_up_on_the_way(tmp_path: Path, redis_s
 
 
 def test_an_engine_whose_stream_is_slow_is_not_promised_memory_hits(tmp_path: Path) -> None:
-    """The same rule without any Redis: a remote engine at 4 MB/s, blocks that take 98 ms."""
+    """The same rule without any Redis: a remote engine at 4 MB/s, blocks that take 98 ms, and 60 ms to compute."""
     keys = KEYS[:24]
+    recompute_us = 60_000.0
     with ServerProcess(tmp_path, "128MiB") as server:
         host, port = server.tcp.split(":")
         with Proxy((host, int(port))) as proxy:
             server.tcp = f"127.0.0.1:{proxy.port}"
             with engine(server, payload_bytes=BLOCK, is_mapped=False) as one:
                 one.worker.put(keys)
-                assert one.scheduler.lookup(keys, recompute_us_per_block=RECOMPUTE_US).hit_end == 24
-                proxy.bytes_per_s = 2e6
+                assert one.scheduler.lookup(keys, recompute_us_per_block=recompute_us).hit_end == 24
+                proxy.bytes_per_s = 4e6
                 assert one.worker.get(keys) == [payload_of(key, BLOCK) for key in keys]
 
-                assert one.scheduler.lookup(keys, recompute_us_per_block=RECOMPUTE_US).hit_end == 0
+                assert one.scheduler.lookup(keys, recompute_us_per_block=recompute_us).hit_end == 0
                 assert counters(server)["gate_stream_shut"] == 1
                 # Expensive blocks are still worth it.
                 assert one.scheduler.lookup(keys, recompute_us_per_block=1e6).hit_end == 24
