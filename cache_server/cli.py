@@ -30,6 +30,7 @@ from cache_server.config import (
     check_limit,
     parse_config,
 )
+from cache_server.health import health
 from cache_server.logs import FORMATS, LEVELS
 from cache_server.process_title import hide_argument
 from cache_server.redis_config import (
@@ -183,5 +184,5 @@ def check(context: click.Context, /, as_json: bool, **values: Any) -> None:
 for _callback in (config, check):
     _options = [*settings_of(serve), json_parameter()]
     main.add_command(SettingsCommand(_callback.__name__, params=_options, callback=_callback, help=_callback.__doc__))
-for _command in (stats, top, ls, flush, warm, completion):
+for _command in (stats, top, ls, flush, warm, health, completion):
     main.add_command(_command)

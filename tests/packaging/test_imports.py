@@ -18,6 +18,7 @@ ONLY_IN = {
     "grpc": {
         "cache_server/admission.py",
         "cache_server/commands/ask.py",
+        "cache_server/health.py",
         "cache_server/server.py",
         "cache_server/service.py",
         "connector/client.py",

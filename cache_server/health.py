@@ -1,0 +1,48 @@
+"""`prefixd health`: whether a server answers and is ready, as an exit status. What probes run.
+
+Health is answered by the server's one event loop, so this fails when that loop is stuck and not only when the process
+is gone. It asks nothing of Redis and of the memory: a full cache without a Redis is a healthy one.
+
+0: it serves. 1: it does not, or not within --timeout; one line says which. 2: a setting is not allowed.
+
+Not here: what makes a server healthy (`server.py`).
+"""
+
+import sys
+from typing import NoReturn
+
+import click
+
+from cache_server.config import DEFAULT_LISTEN, ConfigError, parse_address
+from cache_server.redis_config import parse_seconds
+
+
+@click.command()
+@click.option("--server", "address", default=DEFAULT_LISTEN, show_default=True, metavar="ADDRESS")
+@click.option("--timeout", default="3s", show_default=True, metavar="TIME", help="For connecting and the answer.")
+def health(address: str, timeout: str) -> None:
+    """Exit with 0 if the server is ready, with 1 if not: for probes."""
+    try:
+        target = str(parse_address("server", address))
+        timeout_s = parse_seconds("timeout", timeout)
+        if not 0.1 <= timeout_s <= 60:
+            raise ConfigError("timeout", timeout, "100ms to 60s")
+    except ConfigError as error:
+        _fail(2, str(error))
+
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            _fail(1, f"server: {address!r} does not answer: {error.code().name}")
+    if reply.status != health_pb2.HealthCheckResponse.SERVING:
+        _fail(1, f"server: {address!r} says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}")
+
+
+def _fail(status: int, line: str) -> NoReturn:
+    click.echo(f"prefixd: {line}", err=True)
+    sys.exit(status)
