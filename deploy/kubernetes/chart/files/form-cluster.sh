@@ -1,0 +1,1 @@
+../../components/redis-cluster/form-cluster.sh
