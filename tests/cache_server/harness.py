@@ -181,7 +181,12 @@ class ServerProcess:
     """`python -m cache_server serve` on a Unix socket and a free port; ends with the `with` block."""
 
     def __init__(
-        self, folder: Path, memory: str = "256MiB", *options: str, environment: dict[str, str] | None = None
+        self,
+        folder: Path,
+        memory: str = "256MiB",
+        *options: str,
+        environment: dict[str, str] | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.options = options
@@ -190,6 +195,7 @@ class ServerProcess:
         self.unix = f"unix://{self.socket_path}"
         self.tcp = ""
         self._memory = memory
+        self._enter = enter  # called in the new process: a control group, a network namespace
         self._log = folder / "server.log"
 
     def __enter__(self) -> Self:
@@ -205,6 +211,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=self._enter,
             )
         try:
             wait_until(lambda: "ready on" in self.log or self.process.poll() is not None, "the server is ready", 30)
