@@ -186,7 +186,7 @@ class ServerProcess:
         memory: str = "256MiB",
         *options: str,
         environment: dict[str, str] | None = None,
-        enter: Callable[[], None] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.options = options
@@ -195,7 +195,7 @@ class ServerProcess:
         self.unix = f"unix://{self.socket_path}"
         self.tcp = ""
         self._memory = memory
-        self._enter = enter  # called in the new process: a control group, a network namespace
+        self._prefix = prefix  # of the command: what puts it into a control group or a network namespace
         self._log = folder / "server.log"
 
     def __enter__(self) -> Self:
@@ -203,6 +203,7 @@ class ServerProcess:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
+                    *self._prefix,
                     *(sys.executable, "-m", "cache_server", "serve", "--memory", self._memory),
                     *("--listen", self.unix, "--listen", "127.0.0.1:0", *self.options),
                 ],
@@ -211,7 +212,6 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=self._enter,
             )
         try:
             wait_until(lambda: "ready on" in self.log or self.process.poll() is not None, "the server is ready", 30)

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -29,8 +29,8 @@ SERVER_IMAGE = "localhost/prefixd:test"
 ENGINE_IMAGE = "localhost/prefixd-vllm:test"
 VALKEY_IMAGE = "localhost/valkey:test"
 CERTIFICATES = Path("etc/ssl/certs/ca-certificates.crt")
-# What podman asks for by default is more than a confined machine grants.
-_RUN = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+# What podman asks for by default is more than a confined machine grants; its health checks are units of systemd's.
+_RUN = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024", "--no-healthcheck")
 
 
 def missing_programs() -> list[str]:
@@ -47,6 +47,13 @@ def podman(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -
 
 def run_podman(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     return _run("podman", *_store(), "--runtime", "runc", *map(str, arguments), timeout_s=timeout_s)
+
+
+def run_once(
+    image: str, *command: str, options: Sequence[str] = (), timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """A container from its start to its end."""
+    return run_podman("run", "--rm", *_RUN, *options, image, *command, timeout_s=timeout_s)
 
 
 def build(dockerfile: str, image: str) -> None:
@@ -99,7 +106,7 @@ class Container:
     def __init__(self, image: str, *command: str, options: Sequence[str] = ()) -> None:
         self.id = podman("run", "--detach", *_RUN, *options, image, *command)
 
-    def __enter__(self) -> "Container":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""A memory control group of a test's own, of either version, with a limit; the child of the one that the tests run in."""
+"""A memory control group of a test's own, with a limit; of either version, below the one that the tests run in."""
 
 import contextlib
 import os
@@ -18,9 +18,10 @@ class ControlGroup:
     def limit(self, num_bytes: int) -> None:
         (self.folder / self._limit).write_text(str(num_bytes))
 
-    def enter(self) -> None:
-        """The calling process. For `preexec_fn`."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Of a command that is to run in it."""
+        return ("sh", "-c", 'echo $$ >"$0" && exec "$@"', str(self.folder / "cgroup.procs"))
 
     @property
     def usage_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """C66, C67: a server in a control group with the limit that the manifests give it, filled again and again."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_twenty_times_the_memory_is_written_within_the_limit(
 
     cap = int(memory.removesuffix("MiB")) * MIB if "MiB" in memory else 1024 * MIB
     group.limit(cap + 300 * MIB)
-    with ServerProcess(tmp_path, memory, enter=group.enter) as server:
+    with ServerProcess(tmp_path, memory, prefix=group.prefix) as server:
         idle = group.usage_bytes
         with Client(server.unix, 0, payload_bytes=MIB, descriptors=server.socket_path) as client:
             wait_until(client.is_mapped, "the client has its segments")
@@ -80,7 +81,7 @@ def test_a_limit_that_the_memory_does_not_fit_into_is_refused_at_the_start(tmp_p
     group.limit(limit - 4096)
     with (
         pytest.raises(AssertionError, match="memory: '268435456' is not allowed"),
-        ServerProcess(tmp_path, "256MiB", enter=group.enter) as server,
+        ServerProcess(tmp_path, "256MiB", prefix=group.prefix) as server,
     ):
         pass
     log = (tmp_path / "server.log").read_text()
@@ -90,7 +91,7 @@ def test_a_limit_that_the_memory_does_not_fit_into_is_refused_at_the_start(tmp_p
     assert f"limit is {limit - 4096}" in log
 
     group.limit(limit)
-    with ServerProcess(tmp_path, "256MiB", enter=group.enter) as server:
+    with ServerProcess(tmp_path, "256MiB", prefix=group.prefix) as server:
         assert server.stop() == 0
 
 
@@ -100,7 +101,7 @@ def test_the_group_does_kill_what_needs_more(group: ControlGroup) -> None:
 
     group.limit(64 * MIB)
     program = "import os; fd = os.memfd_create('x'); os.posix_fallocate(fd, 0, 1 << 28)"
-    done = subprocess.run(["python3", "-c", program], preexec_fn=group.enter, check=False, capture_output=True)
+    done = subprocess.run([*group.prefix, sys.executable, "-c", program], check=False, capture_output=True)
 
     assert done.returncode != 0
     assert group.num_kills == 1 or b"No space left" in done.stderr or b"Cannot allocate" in done.stderr
