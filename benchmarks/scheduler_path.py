@@ -57,6 +57,7 @@ def scheduler_side(line: CacheClient, wait_s: float) -> SchedulerSide:
         identity_of=block_keys.identity_of,
         cannot_be_keyed=block_keys.cannot_be_keyed,
         lookup_wait_s=wait_s,
+        lookup_timeout_s=0.05,
         load_timeout_s=10.0,
     )
 

@@ -8,7 +8,11 @@ Invariants.
 - Channels and threads are made in `start()`, in the process that uses them; never before a fork.
 - A call is made only on a session that is attached and whose circuit is closed. The first call that meets a dead or
   slow server costs one deadline and opens the circuit; then nothing is asked until a probe of the background thread
-  was answered. One log line per change of state.
+  was answered in time. If calls fail though probes are answered, each time in a row keeps it open twice as long. A
+  refusal is an answer: it opens nothing. One log line per change of state.
+- A server that is silent for UNANSWERED_S is given up: a new channel looks its name up again, it may have moved.
+- A child process that was forked has no session: channels and threads are its parent's. It may `start()` its own where
+  grpc was told to prepare for that; elsewhere that is refused, for grpc would crash.
 - A session's mapped memory stays valid, and its reserved slots stay its own, as long as anyone is `inside()` it: the
   descriptor socket is closed only when it was replaced *and* left by all (the server takes the slots back at the end
   of that socket).
@@ -25,6 +29,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +37,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from connector.backoff import Backoff
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
 
 logger = logging.getLogger("vllm.prefixd")
@@ -47,6 +53,8 @@ ATTACH_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
+OPEN_MAX_S = 5.0  # how long the circuit stays open at most when probes are answered and calls are not
+UNANSWERED_S = 4.0  # without an answer to any probe
 SEGMENT_WAIT_S = 1.0
 WAIT_SHARE = 0.4  # of the call's deadline: how long the server may hold a lookup back for a lower tier
 POPULATE_STEP_BYTES = 1 << 20  # the kernel holds the process's mmap lock for a step, and every malloc may wait for it
@@ -62,9 +70,21 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel looks the name up again and has no old back-off
     ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.keepalive_time_ms", 15000),
+    # A link that is dead without a word is noticed within 15 s. The server permits a ping every 5 s; without the last
+    # option grpc stops pinging after two, for nothing else is sent on an idle line.
+    ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
+# Statuses with which a server that is well refuses what it was asked: no reason not to ask it something else.
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +194,12 @@ class Session:
         threading.Thread(target=self._map_segments, args=(descriptors,), name="prefixd-map", daemon=True).start()
         return True
 
+    def forget_parent(self) -> None:
+        """In a forked child: closes its copy of the descriptor socket, without a word to the server."""
+        if self._descriptors is not None:
+            self._descriptors.close()
+            self._descriptors = None
+
     def close(self) -> None:
         with self._changed:
             self.closed = True
@@ -224,14 +250,47 @@ def _populate(data: U8) -> None:
             return  # an old kernel: pages are mapped when they are first used
 
 
-class LookupCall:
-    """A lookup under way. `answer()` is None until it came, and for ever if it failed."""
+class Halt:
+    """Ends transfers from another thread, also while they wait for bytes that do not come."""
 
-    def __init__(self, client: "CacheClient", session: Session, future: grpc.Future, sent: float) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: set[grpc.Call] = set()
+        self.is_set = False
+
+    def set(self) -> None:
+        with self._lock:
+            self.is_set = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    @contextlib.contextmanager
+    def ends(self, call: grpc.Call) -> Iterator[None]:
+        """`set` cancels the call, as long as the block lasts."""
+        with self._lock:
+            self._calls.add(call)
+            is_set = self.is_set
+        if is_set:
+            call.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+
+
+class LookupCall:
+    """A lookup under way. `answer()` is None until it came, and for ever if it failed or came after its deadline."""
+
+    def __init__(
+        self, client: "CacheClient", session: Session, future: grpc.Future, sent: float, timeout_s: float
+    ) -> None:
         self._client = client
         self._session = session
         self._future = future
         self._sent = sent
+        self._deadline = sent + timeout_s
         self.server_epoch = session.server_epoch
 
     def wait(self, timeout_s: float) -> None:
@@ -239,7 +298,13 @@ class LookupCall:
             self._future.result(timeout=timeout_s)
 
     def done(self) -> bool:
-        return bool(self._future.done())
+        """Answered, failed or out of time. By our own clock, too: grpc's threads may be late on a busy machine."""
+        if self._future.done():
+            return True
+        if self._client.now() < self._deadline:
+            return False
+        self._future.cancel()
+        return True
 
     def answer(self) -> LookupAnswer | None:
         if not self._future.done() or self._future.code() is not grpc.StatusCode.OK:
@@ -286,17 +351,26 @@ class CacheClient:
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock
         self._session: Session | None = None
+        self._events: grpc.Call | None = None  # the session's Attach stream
         self._suspect = threading.Event()
         self._stopping = threading.Event()
         self._attached = threading.Event()
         self._thread: threading.Thread | None = None
+        self._trouble = Backoff(RETRY_MIN_S, OPEN_MAX_S, clock)
+        self._refused: set[tuple[int, grpc.StatusCode]] = set()  # session, status: one line each
+        self._of_parent: list[object] = []  # of a forked child: neither used nor closed nor collected
         self.num_lookups = 0
         self.num_failed_calls = 0
         self.num_outages = 0  # how often a server that answered was lost or did not answer in time
+        _clients.add(self)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        if self._of_parent and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0").lower() not in {"1", "true", "yes"}:
+            raise RuntimeError(
+                "a forked process can use grpc only if GRPC_ENABLE_FORK_SUPPORT=1 was set when its parent started"
+            )
         self._thread = threading.Thread(target=self._keep_attached, name="prefixd-attach", daemon=True)
         self._thread.start()
 
@@ -307,6 +381,25 @@ class CacheClient:
         self._session = None
         if session is not None:
             session.close()
+
+    def forget_parent(self) -> None:
+        """In a child, right after the fork: whatever another thread held locked, or was about to do, is not here.
+
+        The descriptor socket is closed: the server takes the parent's slots back when nobody has it open any more.
+        """
+        session, self._session = self._session, None
+        if session is not None:
+            session.forget_parent()
+        self._of_parent += [session, self._events]
+        self._events = None
+        self._suspect, self._stopping, self._attached = threading.Event(), threading.Event(), threading.Event()
+        self._thread = None
+
+    def doubt(self) -> None:
+        """The server is not to be asked anything before it has answered a probe."""
+        session = self._session
+        if session is not None and not session.closed:
+            self._open_circuit()
 
     def session(self) -> Session | None:
         """The session to use now, or None: not attached, or the circuit is open."""
@@ -393,10 +486,12 @@ class CacheClient:
     def _watch(self, session: Session) -> str:
         """Returns, with the reason, when the session is over. Meanwhile probes whenever a call failed."""
         ended: list[str] = []
+        events = self._events
+        assert events is not None
 
         def read_events() -> None:
             try:
-                for event in self._events:
+                for event in events:
                     if event.WhichOneof("event") == "closing":
                         ended.append(f"server is closing ({event.closing.reason})")
                         break
@@ -414,34 +509,48 @@ class CacheClient:
                 return ended[0] if ended else "closing"
             self.num_outages += 1
             logger.warning("cache server %s does not answer in time; running uncached", self.address)
+            answered = self._clock()
             while not ended and not self._stopping.is_set():
+                if self._stopping.wait(min(self._trouble.left_s(), RETRY_MIN_S)) or self._trouble.left_s():
+                    continue
+                started = self._clock()
                 status = self._probe(session)
-                if status is grpc.StatusCode.OK:
-                    logger.info("cache server %s answers again", self.address)
-                    self._suspect.clear()
-                    break
+                now = self._clock()
                 if status is grpc.StatusCode.FAILED_PRECONDITION:
                     return "the server no longer knows this session"
+                if status is grpc.StatusCode.OK:
+                    answered = now
+                    if now - started <= self._call_timeout_s:
+                        logger.info("cache server %s answers again", self.address)
+                        self._suspect.clear()
+                        break
+                elif now - answered > UNANSWERED_S:
+                    return f"no answer for {now - answered:.0f} s"
                 self._stopping.wait(RETRY_MIN_S)
 
     def _probe(self, session: Session) -> grpc.StatusCode:
         request = kv_cache_pb2.RenewRequest(session_id=session.session_id)
-        started = self._clock()
         try:
             session.stub.Renew(request, timeout=PROBE_TIMEOUT_S)
         except (grpc.RpcError, ValueError) as error:
             return error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
-        slow = self._clock() - started > self._call_timeout_s
-        return grpc.StatusCode.DEADLINE_EXCEEDED if slow else grpc.StatusCode.OK
+        return grpc.StatusCode.OK
 
     def _failed(self, error: object, session: Session) -> None:
         """A call failed: count it and open the circuit, unless it was refused for its contents, or is of the past."""
         self.num_failed_calls += 1
         code = error.code() if isinstance(error, grpc.Call) else None
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
-            logger.error("cache server %s refused a call: %s", self.address, _reason(error))
+        if code in REFUSALS:
+            refused = (session.session_id, code)
+            if refused not in self._refused:
+                self._refused.add(refused)
+                logger.error("cache server %s refuses (reported once): %s", self.address, _reason(error))
         elif session is self._session and not session.closed:
-            self._suspect.set()
+            self._open_circuit()
+
+    def _open_circuit(self) -> None:
+        self._trouble.failed()
+        self._suspect.set()
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
@@ -469,7 +578,7 @@ class CacheClient:
         if future is None:
             return None
         self.num_lookups += 1
-        return LookupCall(self, session, future, sent)
+        return LookupCall(self, session, future, sent, self._call_timeout_s)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Ends leases, without waiting. A lost release costs the server no more than the lease time."""
@@ -503,6 +612,8 @@ class CacheClient:
     def _settle(self, future: grpc.Future, session: Session) -> None:
         if future.cancelled() or future.code() is not grpc.StatusCode.OK:
             self._failed(future, session)  # a future of a failed call is itself the error: code(), details()
+        else:
+            self._trouble.worked()
 
     # --- worker side: mapped slots --------------------------------------------------------------------------------
 
@@ -514,6 +625,7 @@ class CacheClient:
         except (grpc.RpcError, ValueError) as error:
             self._failed(error, session)
             return np.empty(0, dtype="<u8")
+        self._trouble.worked()
         return np.frombuffer(reply.slots, dtype="<u8")
 
     def commit(self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32) -> bytes | None:
@@ -530,6 +642,7 @@ class CacheClient:
         except (grpc.RpcError, ValueError) as error:
             self._failed(error, session)
             return None
+        self._trouble.worked()
         return bytes(reply.statuses)
 
     # --- worker side: streams -------------------------------------------------------------------------------------
@@ -568,6 +681,7 @@ class CacheClient:
         except (grpc.RpcError, ValueError) as error:
             self._failed(error, session)
             return None
+        self._trouble.worked()
         return bytes(reply.statuses)
 
     def get(
@@ -576,44 +690,66 @@ class CacheClient:
         keys: bytes,
         lease_id: int,
         payloads: Sequence[memoryview],
-        cancelled: Callable[[], bool] = lambda: False,
+        *,
+        timeout_s: float | None = None,
+        halt: Halt | None = None,
     ) -> list[int | None]:
         """Receives payloads into `payloads`, in place. Per key: its checksum (0: none made) if every byte came, else
-        None. Writes nothing after it has returned."""
+        None. Ends after `timeout_s` (default: what a transfer may take), however many bytes trickle in, and soon after
+        `halt` was set. Writes nothing after it has returned."""
+        halt = halt or Halt()
         checksums: list[int | None] = [None] * len(payloads)
-        received = [0] * len(payloads)
         request = kv_cache_pb2.GetRequest(session_id=session.session_id, keys=keys, lease_id=lease_id)
         call = session.channel.unary_stream(
             "/prefixd.v1.KvCache/Get",
             request_serializer=kv_cache_pb2.GetRequest.SerializeToString,
             response_deserializer=None,
         )
-        pending: dict[int, int] = {}
         try:
-            stream = call(request, timeout=self._transfer_timeout_s)
-            for message in stream:
-                if cancelled():
-                    stream.cancel()
-                    break
-                chunk = GetChunkView.parse(message)
-                if chunk.missing:
-                    continue
-                target = payloads[chunk.index]
-                if chunk.offset != received[chunk.index] or chunk.offset + len(chunk.data) > len(target):
-                    stream.cancel()
-                    raise ValueError(f"Get: {len(chunk.data)} bytes at {chunk.offset} of {len(target)}, out of order")
-                np.copyto(
-                    np.frombuffer(target, np.uint8)[chunk.offset : chunk.offset + len(chunk.data)],
-                    np.frombuffer(chunk.data, np.uint8),
-                )
-                if chunk.offset == 0:
-                    pending[chunk.index] = chunk.checksum
-                received[chunk.index] += len(chunk.data)
-                if received[chunk.index] == len(target):
-                    checksums[chunk.index] = pending[chunk.index]
+            stream = call(request, timeout=self._transfer_timeout_s if timeout_s is None else max(timeout_s, 0.0))
+            with halt.ends(stream):
+                self._receive(stream, payloads, checksums)
+            self._trouble.worked()
         except (grpc.RpcError, ValueError) as error:
-            self._failed(error, session)
+            if not halt.is_set:
+                self._failed(error, session)
         return checksums
+
+    @staticmethod
+    def _receive(stream: grpc.Call, payloads: Sequence[memoryview], checksums: list[int | None]) -> None:
+        received = [0] * len(payloads)
+        pending: dict[int, int] = {}
+        for message in stream:
+            chunk = GetChunkView.parse(message)
+            if chunk.missing:
+                continue
+            if chunk.index >= len(payloads):
+                stream.cancel()
+                raise ValueError(f"Get: payload {chunk.index} of {len(payloads)}")
+            target = payloads[chunk.index]
+            if chunk.offset != received[chunk.index] or chunk.offset + len(chunk.data) > len(target):
+                stream.cancel()
+                raise ValueError(f"Get: {len(chunk.data)} bytes at {chunk.offset} of {len(target)}, out of order")
+            np.copyto(
+                np.frombuffer(target, np.uint8)[chunk.offset : chunk.offset + len(chunk.data)],
+                np.frombuffer(chunk.data, np.uint8),
+            )
+            if chunk.offset == 0:
+                pending[chunk.index] = chunk.checksum
+            received[chunk.index] += len(chunk.data)
+            if received[chunk.index] == len(target):
+                checksums[chunk.index] = pending[chunk.index]
+
+
+_clients: "weakref.WeakSet[CacheClient]" = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for client in list(_clients):
+        client.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _reason(error: object) -> str:

@@ -52,6 +52,7 @@ SCHEDULER_COUNTERS = {
     ),
     "load_cancelled_tokens": "Tokens promised to requests that were aborted, or reset, before their load ended.",
     "loads": "Loads that ended. done: every block arrived; failed: not every block; cancelled: nobody wants it now.",
+    "late_loads": "Loads that failed, in part or whole, at their deadline. After one no load is promised for a while.",
 }
 BYPASSED_REQUESTS = (
     "Requests that were not looked up, by reason; nothing of them was saved either, but for the reason "

@@ -8,6 +8,7 @@ Invariant: the block_ids in a spec belong to the request's present scheduled lif
 carries it, or (loads) at the allocation just before.
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ class LoadSpec:
 
     keys: key_bytes per block. slots: u64 `[num_shards][num_blocks]`; generations: u32, the same shape
     (both as in `protos/kv_cache.proto`). A spec without keys cannot be loaded: every worker reports it failed.
+    timeout_s: seconds from when a worker gets it; what is not there by then has failed.
     """
 
     request_id: str
@@ -28,6 +30,12 @@ class LoadSpec:
     generations: bytes
     lease_id: int
     server_epoch: int
+    timeout_s: float = math.inf
+
+    def block_keys(self) -> list[bytes]:
+        """The keys, one by one."""
+        key_bytes = len(self.keys) // max(len(self.block_ids), 1)
+        return [self.keys[at : at + key_bytes] for at in range(0, len(self.keys), key_bytes or 1)]
 
 
 class BlockName(NamedTuple):

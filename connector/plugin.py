@@ -188,6 +188,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             identity_of=block_keys.identity_of,
             cannot_be_keyed=lambda request: block_keys.cannot_be_keyed(request, features_name_content=by_content),
             lookup_wait_s=self._config.lookup_wait_ms / 1000,
+            lookup_timeout_s=self._config.lookup_timeout_ms / 1000,
             load_timeout_s=self._config.load_timeout_ms / 1000,
             saves=self._kv_transfer_config.is_kv_producer,
             loads=self._kv_transfer_config.is_kv_consumer,

@@ -45,6 +45,7 @@ import numpy as np
 
 from connector.block_keys import BlockKeys, RequestIdentity
 from connector.client import LookupAnswer
+from connector.load_record import LoadRecord
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
 from connector.prefill_rate import PrefillRate
 from connector.request_options import RequestOptions
@@ -56,6 +57,7 @@ from connector.request_options import RequestOptions
 STALLED_STEPS = 8
 WORKERS_GRACE_S = 2.0  # after the first answer of a server: its workers may still be attaching
 EPOCH_BYTES = 16
+GATE_SHARE = 0.8  # of the time that computing takes: a load that lasts longer is not worth waiting for
 PATIENCE = 3.0  # a request waits at most this times what the server said that a promotion would take
 
 
@@ -75,6 +77,7 @@ class Client(Protocol):
     def lookup(self, keys: bytes, first: int, *, lease: bool, recompute_us_per_block: float = 0.0) -> Call | None: ...
     def release(self, lease_ids: list[int]) -> None: ...
     def renew(self, lease_ids: list[int]) -> None: ...
+    def doubt(self) -> None: ...
 
 
 class Question:
@@ -127,6 +130,7 @@ class SchedulerSide:
         identity_of: Callable[[Any], RequestIdentity],
         cannot_be_keyed: Callable[[Any], str | None],
         lookup_wait_s: float,
+        lookup_timeout_s: float,
         load_timeout_s: float,
         saves: bool = True,
         loads: bool = True,
@@ -142,6 +146,7 @@ class SchedulerSide:
         self._identity_of = identity_of
         self._cannot_be_keyed = cannot_be_keyed
         self._lookup_wait_s = lookup_wait_s
+        self._lookup_timeout_s = lookup_timeout_s
         self._load_timeout_s = load_timeout_s
         self._saves = saves
         self._loads = loads
@@ -162,6 +167,8 @@ class SchedulerSide:
         self._lookup_seconds: list[float] = []
         self._new_loads: list[LoadSpec] = []
         self._in_flight: dict[str, LoadSpec] = {}
+        self._due: dict[str, float] = {}  # when each of them has to be there
+        self._record = LoadRecord(self._now)
         self._loading_first: dict[bytes, RequestState] = {}
         self._cancelled: set[str] = set()  # loads in flight that the next plan cancels
         self._unwanted: set[str] = set()  # loads in flight that were cancelled
@@ -200,7 +207,7 @@ class SchedulerSide:
             return None
         state.num_local = local
         limit = int(state.request.num_tokens - 1) // self._block_size  # at least one token is left to compute
-        if not state.may_load or limit - local < self._min_load_blocks:
+        if not state.may_load or limit - local < self._min_load_blocks or self._record.withholds_loads():
             return 0
         question = self._ask(state, local, limit, for_load=True)
         if question is None:
@@ -214,6 +221,7 @@ class SchedulerSide:
             state.question = None  # asked again in the next step
             return None
         stop = min(answer.hit_end, limit)
+        stop = local + self._record.num_good((state.keys.key(i) for i in range(local, stop)), stop - local)
         if stop < limit and answer.retry_at is not None and self._waits_for_more(state, answer.retry_at):
             return None
         if not answer.hit_start <= local or stop - local < self._min_load_blocks or question.lease_id == 0:
@@ -392,6 +400,7 @@ class SchedulerSide:
             generations=np.ascontiguousarray(answer.generations[:, columns]).tobytes(),
             lease_id=state.question.lease_id,
             server_epoch=answer.server_epoch,
+            timeout_s=self._time_for(num_blocks),
         )
         state.question.lease_id = 0
         state.offer = None
@@ -401,12 +410,27 @@ class SchedulerSide:
         self._counts["promised_tokens"] += num_external_tokens
         self._queue_load(load)
 
+    def _now(self) -> float:
+        return self._clock()
+
+    def _time_for(self, num_blocks: int) -> float:
+        """Seconds that a load may last: no longer than it is faster than computing, or than a lookup may take.
+
+        Loads before it that are not due yet would be computed one after the other, too: their time comes on top.
+        """
+        now = self._clock()
+        recompute_s = num_blocks * self._prefill_rate.us_per_block(self._block_size) / 1e6
+        worth_s = max(GATE_SHARE * recompute_s, self._lookup_timeout_s) if recompute_s else math.inf
+        waits_s = max(max(self._due.values(), default=now) - now, 0.0)
+        return min(waits_s + worth_s, self._load_timeout_s)
+
     def fail_load(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
         """For an `after_alloc` that failed: vLLM waits for a load, so there must be one that reports failure."""
         request_id = request.request_id
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         queued = self._in_flight.pop(request_id, None)
         if queued is not None:
+            self._due.pop(request_id, None)
             self._end_load(queued)
         num_blocks = num_external_tokens // self._block_size
         if num_blocks:
@@ -421,6 +445,8 @@ class SchedulerSide:
 
     def _queue_load(self, load: LoadSpec) -> None:
         self._in_flight[load.request_id] = load
+        if load.keys:
+            self._due[load.request_id] = self._clock() + load.timeout_s
         self._new_loads.append(load)
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -600,10 +626,13 @@ class SchedulerSide:
             if load is None:
                 continue  # another connector's, under MultiConnector
             self._end_load(load)
+            due = self._due.pop(request_id, math.inf)
             was_wanted = request_id not in self._unwanted
             self._count_load(load, failed_block_ids, was_wanted)
             self._unwanted.discard(request_id)
             self._cancelled.discard(request_id)
+            if was_wanted and load.keys:
+                self._note_load(load, failed_block_ids, due)
             if failed_block_ids is not None and failed_block_ids.isdisjoint(load.block_ids):
                 continue
             state = self._states.get(request_id)  # None: aborted, or failed for good by vLLM's policy
@@ -628,6 +657,15 @@ class SchedulerSide:
         self._counts[f"loads:{outcome}"] += 1
         self._counts[tokens] += (num_blocks - num_good) * self._block_size
 
+    def _note_load(self, load: LoadSpec, failed_block_ids: set[int] | None, due: float) -> None:
+        """Remembers what came of it. One that ran into its deadline casts doubt on the server: that is asked first."""
+        failed = [failed_block_ids is None or block_id in failed_block_ids for block_id in load.block_ids]
+        late = any(failed) and self._clock() >= due
+        self._record.ended(load.block_keys(), failed, late=late)
+        if late:
+            self._counts["late_loads"] += 1
+            self._client.doubt()
+
     def _let_leases_go(self) -> None:
         if self._released:
             self._client.release(self._released)
@@ -637,9 +675,8 @@ class SchedulerSide:
         """Some of what was promised is gone: whoever else was promised it asks what is left."""
         if not load.keys:
             return
-        key_bytes = len(load.keys) // len(load.block_ids)
         bad = next(i for i, b in enumerate(load.block_ids) if failed_block_ids is None or b in failed_block_ids)
-        bad_key = load.keys[bad * key_bytes : (bad + 1) * key_bytes]
+        bad_key = load.block_keys()[bad]
         for state in self._states.values():
             question = state.question
             if question is not None and question.lease_id and bad_key in state.keys.packed(0, len(state.keys)):

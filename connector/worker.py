@@ -8,6 +8,9 @@ queues the commits; `take_finished` and `take_failed_blocks` say which loads end
 Invariants.
 - A load is reported, done or failed, once, and only when no thread of ours can write into its block_ids any more:
   the thread that ends its last part reports it.
+- A load has one deadline, counted from when it was handed over: waiting for a thread, for the server and for bytes
+  that trickle in all count, and what is not there by then is not written into a page any more.
+- The engine's thread never waits for the server, nor for a segment: only slots whose memory is mapped are in the pool.
 - Nothing here reads engine memory after `finish_saves`: no block needs to be kept for us.
 - No RPC stands between a finished block and its copy: slots are reserved ahead by the saver thread. Without a free
   slot the save is dropped and counted.
@@ -21,12 +24,12 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
-from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Session
+from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Halt, Session
 from connector.kv_layout import KVLayout
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
 from connector.transfer import Gather, SlotMemory, SlotPool, new_staging, scatter, use_one_thread
@@ -39,6 +42,7 @@ SAVER_IDLE_S = 0.5  # how often the saver looks at the slot pool without being w
 UNATTACHED_PAUSE_S = 0.03  # and at the session, while there is none: the first request after a start is to be saved
 RESERVE_PAUSE_S = 0.05  # before asking again for slots that the server did not have
 MAX_COMMIT_BATCH = 1024
+RECEIVE_SHARE = 0.9  # of the time a load has left, for bytes to arrive: what did arrive is then still written in time
 DRAIN_S = 3.0  # what shutdown grants to queued commits
 
 # What became of a block that was to be saved, by the status that the server gave it.
@@ -70,13 +74,18 @@ class Written:
 
 @dataclass(slots=True)
 class LoadJob:
-    """A load in `num_parts` parts, each the work of one transfer thread. Reported when the last part has ended."""
+    """A load in `num_parts` parts, each the work of one transfer thread. Reported when the last part has ended.
+
+    `deadline`: monotonic seconds. `halt` is set when the load is not wanted any more.
+    """
 
     load: LoadSpec
     num_parts: int
-    failed: list[int]
+    deadline: float
     started_at: float
     is_mapped: bool = False
+    halt: Halt = field(default_factory=Halt)
+    failed: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -121,8 +130,7 @@ class WorkerSide:
         self._results = threading.Lock()
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._loading: set[str] = set()
-        self._cancelled: set[str] = set()
+        self._jobs: dict[str, LoadJob] = {}  # loads under way
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._loaders = ThreadPoolExecutor(NUM_LOAD_THREADS, "prefixd-load", initializer=use_one_thread)
@@ -138,7 +146,9 @@ class WorkerSide:
         self.abandon_step()
         if plan.cancelled:
             with self._results:
-                self._cancelled |= plan.cancelled & self._loading
+                jobs = [job for name in plan.cancelled if (job := self._jobs.get(name)) is not None]
+            for job in jobs:
+                job.halt.set()
         if plan.names:
             self._give_names(plan)
         if not plan.saves:
@@ -194,23 +204,28 @@ class WorkerSide:
             step.lane.session.leave()
 
     def start_loads(self, loads: Sequence[LoadSpec]) -> None:
-        with self._results:
-            self._loading.update(load.request_id for load in loads)
+        now = self._clock()
         for load in loads:
             num_blocks = len(load.block_ids)
             num_parts = min(NUM_LOAD_THREADS, 1 + num_blocks * self._layout.payload_bytes // MIN_PART_BYTES, num_blocks)
-            job = LoadJob(load, num_parts, [], self._clock())
+            job = LoadJob(load, num_parts, now + min(load.timeout_s, self._load_timeout_s), now)
+            with self._results:
+                self._jobs[load.request_id] = job
             for part in range(num_parts):
                 start, stop = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-                self._loaders.submit(self._load_part, job, start, stop)
+                try:
+                    self._loaders.submit(self._load_part, job, start, stop)
+                except RuntimeError:  # shut down meanwhile
+                    self._end_part(job, load.block_ids[start:stop])
 
     def fail_loads(self, loads: Sequence[LoadSpec]) -> None:
-        """Reports loads as failed that were never started."""
+        """Reports loads as failed that were never started. Those that were are reported by their threads."""
         with self._results:
             for load in loads:
-                self._counts["load_failed_blocks"] += len(load.block_ids)
-                self._finished.add(load.request_id)
-                self._failed_blocks.update(load.block_ids)
+                if load.request_id not in self._jobs and load.request_id not in self._finished:
+                    self._counts["load_failed_blocks"] += len(load.block_ids)
+                    self._finished.add(load.request_id)
+                    self._failed_blocks.update(load.block_ids)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads ended since the last call. Their failed blocks are in `take_failed_blocks`."""
@@ -241,6 +256,10 @@ class WorkerSide:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+        with self._results:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.halt.set()
         self._loaders.shutdown(wait=True, cancel_futures=True)
         if self._saver.is_alive():
             self._saver.join(DRAIN_S)
@@ -301,21 +320,24 @@ class WorkerSide:
                 with session.inside():
                     job.is_mapped = session.mapped
                     copy = self._load_mapped if session.mapped else self._load_stream
-                    failed = copy(load, start, stop, session)
+                    failed = copy(job, start, stop, session)
         except Exception:
             logger.exception("load of %d blocks failed", stop - start)
+        self._end_part(job, failed)
+
+    def _end_part(self, job: LoadJob, failed: Sequence[int]) -> None:
+        """No thread writes into these blocks any more. The last part reports the load."""
         with self._results:
             job.failed.extend(failed)
             job.num_parts -= 1
             if job.num_parts == 0:
+                del self._jobs[job.load.request_id]
                 self._report(job)
 
     def _report(self, job: LoadJob) -> None:
         """The lock `_results` is held."""
-        load, failed = job.load, job.failed
-        if load.request_id in self._cancelled:
-            self._cancelled.discard(load.request_id)
-            failed = list(load.block_ids)
+        load = job.load
+        failed = list(load.block_ids) if job.halt.is_set else job.failed
         num_loaded = len(load.block_ids) - len(failed)
         if num_loaded:
             path = "mapped" if job.is_mapped else "stream"
@@ -324,12 +346,12 @@ class WorkerSide:
             self._seconds[f"load_seconds:{path}"].append(self._clock() - job.started_at)
         if failed:
             self._counts["load_failed_blocks"] += len(failed)
-        self._loading.discard(load.request_id)
         self._failed_blocks.update(failed)
         self._finished.add(load.request_id)
 
-    def _load_mapped(self, load: LoadSpec, start: int, stop: int, session: Session) -> Sequence[int]:
+    def _load_mapped(self, job: LoadJob, start: int, stop: int, session: Session) -> Sequence[int]:
         """Copies slots into pages. Returns the block_ids whose slot was not (any more) what was promised."""
+        load = job.load
         block_ids = load.block_ids[start:stop]
         first = self._shard * len(load.block_ids)
         mine = slice(first + start, first + stop)
@@ -339,27 +361,33 @@ class WorkerSide:
         before = memory.generations(slots)
         if before is None or slots.size != len(block_ids):
             return block_ids
-        if not scatter(self._layout, memory, block_ids, slots.tolist(), lambda: self._is_unwanted(load)):
+        if not scatter(self._layout, memory, block_ids, slots.tolist(), lambda: self._is_unwanted(job)):
             return block_ids
         after = memory.generations(slots)
         assert after is not None
         broken = (before != promised) | (after != promised)
         return [block_ids[i] for i in np.flatnonzero(broken)]
 
-    def _load_stream(self, load: LoadSpec, start: int, stop: int, session: Session) -> Sequence[int]:
+    def _load_stream(self, job: LoadJob, start: int, stop: int, session: Session) -> Sequence[int]:
         """Receives payloads into staging, a batch at a time, and copies those that are whole and verified."""
-        deadline = self._clock() + self._load_timeout_s
-        key_bytes = len(load.keys) // len(load.block_ids)
+        load = job.load
+        keys = load.block_keys()
         failed: list[int] = []
         with self._staging.load_slots() as slots:
             for at in range(start, stop, len(slots)):
-                if self._clock() >= deadline:
+                if self._is_unwanted(job):
                     return failed + list(load.block_ids[at:stop])
                 block_ids = load.block_ids[at : min(at + len(slots), stop)]
                 batch = slots[: len(block_ids)]
                 payloads = [self._staging.memory.payload(slot) for slot in batch]
-                keys = load.keys[at * key_bytes : (at + len(block_ids)) * key_bytes]
-                checksums = self._client.get(session, keys, load.lease_id, payloads, lambda: self._is_unwanted(load))
+                checksums = self._client.get(
+                    session,
+                    b"".join(keys[at : at + len(block_ids)]),
+                    load.lease_id,
+                    payloads,
+                    timeout_s=RECEIVE_SHARE * (job.deadline - self._clock()),
+                    halt=job.halt,
+                )
                 good = [
                     i
                     for i, checksum in enumerate(checksums)
@@ -370,14 +398,14 @@ class WorkerSide:
                     self._staging.memory,
                     [block_ids[i] for i in good],
                     [batch[i] for i in good],
-                    lambda: self._is_unwanted(load),
+                    lambda: self._is_unwanted(job),
                 )
                 loaded = set(good) if whole else set()
                 failed.extend(block_id for i, block_id in enumerate(block_ids) if i not in loaded)
         return failed
 
-    def _is_unwanted(self, load: LoadSpec) -> bool:
-        return self._stopping or load.request_id in self._cancelled
+    def _is_unwanted(self, job: LoadJob) -> bool:
+        return self._stopping or job.halt.is_set or self._clock() >= job.deadline
 
     # --- saver thread: reservations, commits ----------------------------------------------------------------------
 
@@ -412,7 +440,10 @@ class WorkerSide:
             return SAVER_IDLE_S
         with lane.session.inside():
             slots = self._client.reserve(lane.session, target - len(lane.pool))
-        lane.pool.give(slots.tolist())
+            # Waits here, not in the engine's step, for segments that are on their way. What stays unmapped is not used
+            # and goes with the session.
+            mapped = [slot for slot in slots.tolist() if lane.session.segment(slot >> 32) is not None]
+        lane.pool.give(mapped)
         return SAVER_IDLE_S if 2 * len(lane.pool) >= target else RESERVE_PAUSE_S
 
     def _commit(self, batch: list[Written]) -> None:

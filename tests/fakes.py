@@ -182,6 +182,7 @@ class FakeCacheClient:
     def __init__(self, server: FakeServer, key_bytes: int = 16) -> None:
         self.server = server
         self._key_bytes = key_bytes
+        self.num_doubts = 0
 
     num_outages = 0
 
@@ -211,6 +212,9 @@ class FakeCacheClient:
         for lease_id in lease_ids:
             assert lease_id, "lease 0 is none"
             self.server.leases.pop(lease_id, None)
+
+    def doubt(self) -> None:
+        self.num_doubts += 1
 
     def renew(self, lease_ids: Sequence[int]) -> None:
         self.server.calls["renew"] += 1
