@@ -1,10 +1,11 @@
 """A bad network between a client and a server: delays, throttles, stops, cuts.
 
-`Proxy(target)` listens on a free loopback port, or on a Unix path, and forwards bytes both ways, in a thread of its
-own. What it does to them is set from the test, at any time:
+`Proxy(target)` listens on a free loopback port, or on a Unix path, before a server on either, and forwards bytes both
+ways, in a thread of its own. What it does to them is set from the test, at any time:
 
     delay_s       every byte arrives that much later; the rate stays
     bytes_per_s   each direction together carries no more than this; 0: no bound
+    drop          what arrives is taken and lost, nothing is closed: a half-open link
     stop, resume  nothing moves, nothing is closed, connecting still works: a machine that is gone without a word
     refuse        new connections are closed at once
     cut           every connection is reset, in the middle of whatever is on its way
@@ -36,13 +37,14 @@ class Proxy:
         self.delay_s = 0.0
         self.bytes_per_s = 0.0
         self.refuse = False
+        self.drop = False
         self.num_connections = 0  # accepted, ever
         self.num_bytes = [0, 0]  # forwarded to the server, to the clients
         self._target = target
         self._moving = threading.Event()
         self._moving.set()
         self._free_at = [0.0, 0.0]  # per direction: when the next byte may go
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: dict[tuple[socket.socket, socket.socket], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = _listening(listen)
         self.address: Any = self._listener.getsockname()
@@ -92,10 +94,11 @@ class Proxy:
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(5)
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self) -> None:
         while True:
@@ -104,15 +107,14 @@ class Proxy:
             if self.refuse:
                 client.close()
                 continue
-            self._start(self._serve(client))
+            client.setblocking(False)
+            family = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
+            server = socket.socket(family, socket.SOCK_STREAM)
+            server.setblocking(False)
+            self._pairs[client, server] = self._start(self._serve(client, server))
 
-    async def _serve(self, client: socket.socket) -> None:
-        client.setblocking(False)
-        family = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
-        server = socket.socket(family, socket.SOCK_STREAM)
-        server.setblocking(False)
+    async def _serve(self, client: socket.socket, server: socket.socket) -> None:
         pair = (client, server)
-        self._pairs.append(pair)
         try:
             await self._loop.sock_connect(server, self._target)
             for end in pair:
@@ -124,8 +126,7 @@ class Proxy:
         finally:
             client.close()
             server.close()
-            if pair in self._pairs:
-                self._pairs.remove(pair)
+            self._pairs.pop(pair, None)
 
     async def _forward(self, source: socket.socket, sink: socket.socket, direction: int) -> None:
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
@@ -141,6 +142,8 @@ class Proxy:
             while True:
                 due, data = await waiting.get()
                 await self._wait(due, len(data), direction)
+                if self.drop:
+                    continue
                 if not data:
                     with contextlib.suppress(OSError):
                         sink.shutdown(socket.SHUT_WR)
@@ -165,11 +168,11 @@ class Proxy:
             await asyncio.sleep(0.005)
 
     async def _cut(self) -> None:
-        for client, server in self._pairs:
-            for end in (client, server):
+        for ends, task in list(self._pairs.items()):
+            for end in ends:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
-                    end.shutdown(socket.SHUT_RDWR)
+            task.cancel()  # closes them: with that option a reset, not an end
 
     async def _half_close(self) -> None:
         for client, _ in self._pairs:

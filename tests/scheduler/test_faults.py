@@ -1,5 +1,5 @@
-"""Neighbours that are slow, gone or forgetful, as the scheduler side sees them: what is promised after something failed,
-how long a load may last, and that nothing is held for ever.
+"""Neighbours that are slow, gone or forgetful, as the scheduler side sees them: what is promised after something
+failed, how long a load may last, and that nothing is held for ever.
 """
 
 from pathlib import Path
@@ -183,8 +183,8 @@ def test_a_reset_with_the_server_gone_or_silent(model: Path, shape: dict[str, An
 
 
 def test_abandoned_lookups_hold_nothing(model: Path, shape: dict[str, Any]) -> None:
-    """C34, 1,000 over all shapes: a quarter is loaded, a quarter never admitted, a quarter aborted while loading; of a quarter the engine goes
-    away without a word. After the lease time nothing is leased, and the next request hits as ever.
+    """C34, 1,000 over all shapes: a quarter is loaded, a quarter never admitted, a quarter aborted while loading; of a
+    quarter the engine goes away without a word. After the lease time nothing is leased, and who comes next hits.
     """
     server = FakeServer()
     engine = Engine(model, server, num_blocks=14, **shape)
