@@ -70,10 +70,12 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel looks the name up again and has no old back-off
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A link that is dead without a word is noticed within 15 s. The server permits a ping every 5 s; without the last
-    # option grpc stops pinging after two, for nothing else is sent on an idle line.
+    # A link that is dead without a word is noticed within 15 s. The server permits a ping every 5 s. grpc may take
+    # another ping of its own, already under way and to be waited for a minute, for the keepalive's: hence the third.
+    # Without the fourth it stops after two, for nothing else is sent on an idle line.
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 # Statuses with which a server that is well refuses what it was asked: no reason not to ask it something else.

@@ -39,11 +39,22 @@ class Rank:
 class Engine:
     """What an engine is to prefixd: a scheduler-side line and one worker per rank, all in this process."""
 
-    def __init__(self, address: str, *, num_ranks: int = 1, namespace: bytes = b"n" * 32, attach: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        num_ranks: int = 1,
+        namespace: bytes = b"n" * 32,
+        attach: bool = True,
+        call_timeout_s: float = 1.0,
+        load_timeout_s: float = 5.0,
+    ) -> None:
         self.engine_id = f"engine-{next(_engines)}"
         self._address = address
         self._namespace = namespace
         self._num_ranks = num_ranks
+        self._call_timeout_s = call_timeout_s
+        self._load_timeout_s = load_timeout_s
         self.asker = self._line(None, None)
         self.ranks = [self.add_rank(i) for i in range(num_ranks)]
         self.asker.start()
@@ -64,7 +75,7 @@ class Engine:
                 payload_bytes=layout.payload_bytes if layout else 0,
                 descriptor=layout.descriptor if layout else b"",
             ),
-            call_timeout_s=1.0,
+            call_timeout_s=self._call_timeout_s,
             transfer_timeout_s=10.0,
         )
 
@@ -85,7 +96,7 @@ class Engine:
             shard=shard,
             slots_ahead=24,
             staging_bytes=4 << 20,
-            load_timeout_s=5.0,
+            load_timeout_s=self._load_timeout_s,
         )
         client.start()
         worker.start()

@@ -28,8 +28,8 @@ def seed(address: str) -> int:
     return 1000 * (1 + address.startswith("unix"))
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
+def wait_for(what: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
