@@ -29,8 +29,17 @@ def free_port() -> int:
 class Prefixd:
     """Its addresses are known before it is started, so that engines can be told of it first."""
 
-    def __init__(self, folder: Path, *options: str, memory: str = "1GiB") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        memory: str = "1GiB",
+        module: str = "cache_server",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.memory = memory
+        self.module = module  # what `python -m` runs
+        self.environment = environment or {}
         self.options = options  # more of `prefixd serve`
         self.log = folder / "prefixd.log"
         self.unix_address = f"unix://{folder / 'prefixd.sock'}"
@@ -47,12 +56,12 @@ class Prefixd:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "cache_server", "serve", "--memory", self.memory),
+                    *(sys.executable, "-m", self.module, "serve", "--memory", self.memory),
                     *("--listen", self.unix_address, "--listen", self.port_address),
                     *self.options,
                 ],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -102,6 +111,11 @@ class Prefixd:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def send_signal(self, number: int) -> None:
         assert self._process is not None

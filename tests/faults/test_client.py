@@ -452,7 +452,7 @@ def test_a_port_where_somebody_else_answers_is_no_server(attached) -> None:
 def test_a_process_that_is_stopped_and_goes_on_attaches_again(own_server, attached) -> None:
     """Longer than a silent server is borne: the old session is given up, a new one opened as soon as it answers."""
     client = attached(own_server.port_address)
-    with stopped(own_server._process.pid):
+    with stopped(own_server.pid):
         assert seconds_until_answered(client) < 3 * DEADLINE_S
         wait_for(lambda: not client._attached.is_set())
     back = time.monotonic()

@@ -122,8 +122,7 @@ def test_what_the_daemon_runs_inherits_nothing(own_server: Prefixd, new_engine: 
     session = engine.ranks[0].client.session()
     assert session is not None
     assert session.mapped
-    assert own_server._process is not None
-    folder = Path(f"/proc/{own_server._process.pid}")
+    folder = Path(f"/proc/{own_server.pid}")
     closes = {}
     for link in (folder / "fd").iterdir():
         flags = int((folder / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0], 8)
