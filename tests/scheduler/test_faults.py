@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from connector.load_record import PAUSE_MIN_S
 from connector.scheduler import GATE_SHARE
 from tests.fakes import FakeServer
 from tests.scheduler.harness import Engine
 from tests.scheduler.test_lookup import PROMPT, filled, matches_of
+from tests.scheduler.test_trouble import finish_pause
 
 
 def loads_of(engine: Engine) -> list[Any]:
@@ -221,4 +224,106 @@ def test_abandoned_lookups_hold_nothing(model: Path, shape: dict[str, Any]) -> N
     engine.finish("last", PROMPT)
 
     assert matches_of(engine, "last") == [(96, True)]
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("trouble", ["slow load", "server down", "server silent"])
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_pause_and_sleep_in_trouble(model: Path, shape: dict[str, Any], trouble: str, mode: str) -> None:
+    """A load that lasts, a server that is gone or says nothing: the engine becomes idle as soon as the workers have
+    reported, its caches are reset, and who came meanwhile is served afterwards, without a hit of before.
+    """
+    for num_steps in range(1, 5):
+        engine = filled(model, num_blocks=16, **shape)
+        engine.worker.withhold_loads = True
+        engine.add("running", range(300, 340), max_tokens=20)
+        engine.add("loading", [*PROMPT, 1, 2, 3], max_tokens=5)
+        engine.steps(num_steps)
+        if trouble == "server down":
+            engine.server.down = True
+        elif trouble == "server silent":
+            engine.server.hold()
+        if mode == "abort":
+            for name in list(engine.scheduler.requests):
+                engine.abort(name)
+        engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        engine.add("meanwhile", PROMPT, max_tokens=5)
+        engine.steps(10)
+        engine.worker.withhold_loads = False
+        for _ in range(100):
+            if not engine.scheduler.has_requests() and not engine._queue:
+                break
+            engine.step()
+        assert not engine.scheduler.has_requests(), "the pause completes"
+        assert not engine.worker.loading_block_ids()
+        if any(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in engine.requests.values()):
+            assert mode == "wait"
+            assert not hasattr(engine.scheduler, "kv_holding_waiting"), "up to 0.30 vLLM refuses the reset, without us"
+            continue
+        finish_pause(engine)
+        loaded = engine.worker.num_loaded_blocks
+        engine.server.let_go()
+        engine.run()
+        engine.server.clock.advance(FakeServer.LEASE_S)
+
+        assert engine.finished["meanwhile"] == "length"
+        assert engine.worker.num_loaded_blocks == loaded
+        engine.check_answers()
+        engine.check_idle()
+
+
+def test_what_was_promised_is_evicted_while_the_request_waits(model: Path, shape: dict[str, Any]) -> None:
+    """C32, 200 rounds over all shapes, in which the lease runs out or the server breaks it while the request queues or loads. It loads
+    what is right, or computes; every load that failed is counted, and nothing else.
+    """
+    engine = filled(model, num_blocks=14, **shape)
+    keys = engine.keys_of(engine.requests["first"], PROMPT)
+    num_broken = 0
+    for number in range(34):
+        engine.worker.load_delay = 1 + number % 3
+        if number % 2:
+            engine.add("long", range(300, 410), max_tokens=4 + number % 5)
+            engine.steps(2)
+        engine.add(f"r{number}", PROMPT, max_tokens=3)
+        engine.steps(1 + number % 4)
+        if number % 3 == 0:
+            engine.server.clock.advance(FakeServer.LEASE_S + 1)
+        if number % 3 != 1:
+            lost = keys[number % 6]
+            if lost in engine.server.blocks:
+                payload = engine.server.blocks[lost].payload
+                engine.server.drop(lost)  # a flood of others took it; somebody saved it again
+                engine.server.commit(lost, payload)
+                num_broken += 1
+        engine.run()
+        engine.clear_local()
+        engine.server.clock.advance(FakeServer.LEASE_S)
+
+    figures = engine.counts()["scheduler"]
+    assert num_broken > 15, "positive control"
+    assert 0 < figures["failed_loads"] <= num_broken
+    assert engine.worker.num_loaded_blocks > 0
+    engine.check_answers()
+    engine.check_store()
+    engine.check_idle()
+
+
+def test_an_engine_with_a_request_waiting_is_never_left_idle(model: Path, shape: dict[str, Any]) -> None:
+    """Whatever the server does not say: in every step something runs, loads, or is asked again; and the number of
+    steps in which only was asked ends with the deadline of the lookup.
+    """
+    engine = filled(model, **shape)
+    engine.server.hold()
+    engine.add("second", PROMPT, max_tokens=2)
+    for _ in range(30):
+        engine.step()
+        assert engine.scheduler.has_requests()
+    assert set(matches_of(engine, "second")) == {(None, False)}
+    engine.server.failing = True  # the deadline: no answer
+    engine.server.let_go()
+    asked = len(matches_of(engine, "second"))
+    engine.run()
+
+    assert matches_of(engine, "second")[asked:] == [(0, False)]
+    engine.check_answers()
     engine.check_idle()
