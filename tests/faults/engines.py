@@ -8,18 +8,22 @@
 """
 
 import json
+import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from tests.engine.engine import Answer, Engine
+from tests.engine.engine import Answer, Engine, wait_until
+from tests.engine.prefixd import Prefixd
 from tests.faults.clocked_connector import FOLDER
+from tests.faults.front import Front
+from tests.proxy import Proxy
 
 BLOCK_SIZE = 32
 LOOKUP_S = 0.05  # the default deadline of a lookup
+STREAM_LOAD_MS = 2000  # C14
 NOTHING = {"prefixd.load": False, "prefixd.save": "none"}
 
 
@@ -33,6 +37,10 @@ class Price:
     num_loaded: int = 0
     num_failed: int = 0
     load_timeout_s: float = 0.0
+
+    @property
+    def is_good_hit(self) -> bool:
+        return self.num_loaded > 0 and self.num_failed == 0
 
     @property
     def total_s(self) -> float:
@@ -137,11 +145,83 @@ def _intervals(asked: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return found
 
 
-@contextmanager
-def ended(*engines: Clocked) -> Iterator[None]:
-    """Kills them at the end of the block."""
-    try:
-        yield
-    finally:
-        for one in engines:
+class Fleet:
+    """One server, two engines, and what stands between them:
+
+    mapped    ─ proxy (Unix) ─────────────┐
+    streams   ─ proxy (TCP) ─ front ──────┴─ server
+
+    The mapped engine's descriptor socket is the server's own, by a link. Redis and further options of the server come
+    by `restart`.
+    """
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.server = Prefixd(folder, memory="256MiB").start()
+        real = self.server.unix_address.removeprefix("unix://")
+        path = folder / "fronted.sock"
+        Path(f"{path}.fd").symlink_to(f"{real}.fd")
+        self.unix_proxy = Proxy(real, str(path))
+        self.front = Front(self.server.port_address)
+        host, _, port = self.front.address.rpartition(":")
+        self.tcp_proxy = Proxy((host, int(port)))
+        settings = {
+            "model": str(model),
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 16,
+            "enforce_eager": True,
+        }
+        self.mapped = Clocked("mapped", folder, f"unix://{path}", settings)
+        self.streams = Clocked(
+            "streams", folder, f"127.0.0.1:{self.tcp_proxy.port}", settings, load_timeout_ms=STREAM_LOAD_MS
+        )
+
+    def wait_ready(self) -> Self:
+        for one in (self.mapped, self.streams):
+            one.engine.wait_ready()
+        return self
+
+    def engine(self, path: str) -> Clocked:
+        return self.mapped if path == "mapped slots" else self.streams
+
+    def proxy(self, path: str) -> Proxy:
+        return self.unix_proxy if path == "mapped slots" else self.tcp_proxy
+
+    def restart(self, *options: str) -> None:
+        """Kills it, if it runs, and starts it anew."""
+        self.server.kill()
+        self.server.options = options
+        self.server.start()
+
+    def mend(self) -> None:
+        """Everything as at first, the server running and both engines attached; its contents may be gone."""
+        self.front.mend()
+        for proxy in (self.unix_proxy, self.tcp_proxy):
+            proxy.resume()
+            proxy.delay_s = proxy.bytes_per_s = 0.0
+            proxy.refuse = proxy.drop = False
+        if self.server.is_running:
+            self.server.send_signal(signal.SIGCONT)
+        if not self.server.is_running or self.server.options:
+            self.restart()
+        wait_until(lambda: self.server.attached(4), 20, "both engines are attached")
+
+    def warm(self, path: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """Until a request for `prompt` is loaded: whatever was wrong before is mended, and its blocks are saved."""
+        one = self.engine(path)
+
+        def is_loaded() -> bool:
+            return one.price(lambda: one.ask(prompt, max_tokens)).is_good_hit
+
+        wait_until(is_loaded, 30, f"a good hit by {path}")
+
+    def close(self) -> None:
+        for one in (self.mapped, self.streams):
             one.engine.kill()
+        self.unix_proxy.close()
+        self.tcp_proxy.close()
+        self.front.close()
+        self.server.kill()

@@ -31,6 +31,9 @@ OPTIONS = [
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.so_reuseport", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a server that was restarted is behind it again at once
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),

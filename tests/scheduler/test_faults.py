@@ -273,8 +273,8 @@ def test_pause_and_sleep_in_trouble(model: Path, shape: dict[str, Any], trouble:
 
 
 def test_what_was_promised_is_evicted_while_the_request_waits(model: Path, shape: dict[str, Any]) -> None:
-    """C32, 200 rounds over all shapes, in which the lease runs out or the server breaks it while the request queues or loads. It loads
-    what is right, or computes; every load that failed is counted, and nothing else.
+    """C32, 200 rounds over all shapes, in which the lease runs out or the server breaks it while the request queues or
+    loads. It loads what is right, or computes; every load that failed is counted, and nothing else.
     """
     engine = filled(model, num_blocks=14, **shape)
     keys = engine.keys_of(engine.requests["first"], PROMPT)
