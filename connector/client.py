@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.backoff import Backoff
+from connector.halt import Halt
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
 
 logger = logging.getLogger("vllm.prefixd")
@@ -250,36 +251,6 @@ def _populate(data: U8) -> None:
         address = ctypes.c_void_p(data.ctypes.data + start)
         if libc.madvise(address, ctypes.c_size_t(size), MADV_POPULATE_WRITE) != 0:
             return  # an old kernel: pages are mapped when they are first used
-
-
-class Halt:
-    """Ends transfers from another thread, also while they wait for bytes that do not come."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: set[grpc.Call] = set()
-        self.is_set = False
-
-    def set(self) -> None:
-        with self._lock:
-            self.is_set = True
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-
-    @contextlib.contextmanager
-    def ends(self, call: grpc.Call) -> Iterator[None]:
-        """`set` cancels the call, as long as the block lasts."""
-        with self._lock:
-            self._calls.add(call)
-            is_set = self.is_set
-        if is_set:
-            call.cancel()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls.discard(call)
 
 
 class LookupCall:

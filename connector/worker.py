@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Halt, Session
+from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Session
+from connector.halt import Halt
 from connector.kv_layout import KVLayout
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
 from connector.transfer import Gather, SlotMemory, SlotPool, new_staging, scatter, use_one_thread
