@@ -22,7 +22,7 @@ from tests.proxy import Proxy
 from tests.redis.servers import RedisServer
 
 LOADED = "vllm:prefixd_loaded_tokens"
-UNANSWERED = "vllm:prefixd_unanswered_lookups"
+LOOKUPS = "vllm:prefixd_lookups"
 DEADLINE_S = 3.0  # lookup_timeout_ms of `connector_config`
 SLACK = 3
 H_300 = 288  # the largest legal hit of 300 tokens in blocks of 32
@@ -117,7 +117,7 @@ def test_c49_what_is_silent_costs_one_request_one_deadline_and_the_next_ones_not
         return took_s
 
     def deadlines_spent() -> float:
-        return node.engine.metric(UNANSWERED)
+        return node.engine.metric(LOOKUPS, outcome="unanswered")
 
     # The positive control: what it costs while all is well, and that it is a load and 20 saves.
     stored, spent = node.daemon.num_blocks(), deadlines_spent()
@@ -156,7 +156,7 @@ def test_a_hit_is_promised_only_where_loading_pays(node: Node, cold: Cold) -> No
 
     node.link.bytes_per_s = 500e3
     node.restart()
-    loaded, spent = node.engine.metric(LOADED), node.engine.metric(UNANSWERED)
+    loaded, spent = node.engine.metric(LOADED), node.engine.metric(LOOKUPS, outcome="unanswered")
     slow, _ = node.ask(asked)
     figures = node.counters()
     assert (figures["gate_shut"], figures["gate_open"], figures["promoted_bytes"]) == (1, 0, 0)
@@ -164,7 +164,7 @@ def test_a_hit_is_promised_only_where_loading_pays(node: Node, cold: Cold) -> No
     assert 250e3 < figures["redis_bytes_per_s"] < 750e3
     assert slow.num_cached_tokens == 0
     assert node.engine.metric(LOADED) == loaded
-    assert node.engine.metric(UNANSWERED) == spent  # the wait was shorter than a deadline
+    assert node.engine.metric(LOOKUPS, outcome="unanswered") == spent  # the wait was shorter than a deadline
 
     node.link.bytes_per_s = 0
     node.restart()
@@ -205,7 +205,7 @@ def test_the_gate_on_the_demo_model(folder: Path, llama_250m: Path) -> None:
         for bytes_per_s, is_open in ((2e6, False), (20e6, True), (0, True)):
             link.bytes_per_s = bytes_per_s
             node.restart()
-            spent = engine.metric(UNANSWERED)
+            spent = engine.metric(LOOKUPS, outcome="unanswered")
             answer, took_s = node.ask(asked)
             figures = node.counters()
             print(f"{bytes_per_s / 1e6:.0f} MB/s: {took_s:.1f} s, first token after {answer.first_token_s:.1f} s")
@@ -213,5 +213,5 @@ def test_the_gate_on_the_demo_model(folder: Path, llama_250m: Path) -> None:
             assert figures["promoted_bytes"] == is_open * num_bytes
             assert figures["gate_cut"] == 0
             assert answer.num_cached_tokens == is_open * 127 * 32
-            assert engine.metric(UNANSWERED) == spent
+            assert engine.metric(LOOKUPS, outcome="unanswered") == spent
             assert answer.token_ids == computed.token_ids

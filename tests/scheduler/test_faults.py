@@ -148,7 +148,7 @@ def test_a_block_that_always_fails_is_not_promised_for_ever(model: Path, shape: 
         engine.server.drop(lost)  # whatever was promised of it is not so any more
         engine.server.commit(lost, payload)
         engine.run()
-        failed.append(engine.counts()["scheduler"].get("failed_loads", 0))
+        failed.append(engine.counts()["scheduler"].get("loads:failed", 0))
         assert matches_of(engine, f"r{number}")[0][0] in (96, 48), "block 3 or up to it"
         engine.clear_local()
         engine.server.clock.advance(0.2)
@@ -301,7 +301,7 @@ def test_what_was_promised_is_evicted_while_the_request_waits(model: Path, shape
 
     figures = engine.counts()["scheduler"]
     assert num_broken > 15, "positive control"
-    assert 0 < figures["failed_loads"] <= num_broken
+    assert 0 < figures["loads:failed"] <= num_broken
     assert engine.worker.num_loaded_blocks > 0
     engine.check_answers()
     engine.check_store()
