@@ -172,7 +172,7 @@ def test_the_server_is_told_only_what_it_understands(name: str) -> None:
     ((_, container),) = servers(documents(name))
     given = serve.make_context("prefixd serve", list(container["args"][1:])).params
     config = parse_config(given["listen"], given["memory"], given["gate_share"])
-    redis = parse_redis(RedisOptions(given["url"], ttl=given["redis_ttl"]), {})
+    redis = parse_redis(RedisOptions(given["url"], ttl=given["redis_ttl"] if given["url"] else None), {})
 
     assert str(config.listen[0]) == "unix:///run/prefixd/prefixd.sock"
     assert (redis is not None) == (name not in {"base", "overlay single-node", "chart", "chart single-node"})
