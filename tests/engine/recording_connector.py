@@ -159,7 +159,7 @@ class RecordingConnector(PrefixCacheConnector):
         self._finished |= received or set()
         if self._worker is not None:
             worker = self._worker
-            known = len(worker._loading) + len(worker._cancelled) + len(worker._nameless) + len(worker._finished)
+            known = len(worker._jobs) + len(worker._nameless) + len(worker._finished)
             if known != self._known_requests:
                 self._known_requests = known
                 write_state(self._folder / WORKER_STATE, {"known": known})

@@ -148,7 +148,8 @@ def test_a_request_that_is_preempted_wants_its_tokens_again(model: Path, shape: 
     (preempted,) = [request for request in engine.all_requests if request.num_preemptions]
     assert counts["wanted_tokens"] > 2 * 32
     assert counts["wanted_tokens"] % 16 == 0
-    assert counts["promised_tokens"] == counts.get("loaded_tokens", 0) + counts.get("load_failed_tokens", 0)
+    promised = counts.get("promised_tokens", 0)  # none where the engine's own cache still has what it wants
+    assert promised == counts.get("loaded_tokens", 0) + counts.get("load_failed_tokens", 0)
     assert preempted.num_preemptions == 1
     of_lookups = sum(count for name, count in counts.items() if name.startswith(("lookups:", "presence_lookups:")))
     assert of_lookups == engine.server.calls["lookup"]
