@@ -13,12 +13,13 @@ from typing import NoReturn
 
 import click
 
-from cache_server.config import DEFAULT_LISTEN, ConfigError, parse_address
+from cache_server.commands.ask import server_option
+from cache_server.config import ConfigError, parse_address
 from cache_server.redis_config import parse_seconds
 
 
 @click.command()
-@click.option("--server", "address", default=DEFAULT_LISTEN, show_default=True, metavar="ADDRESS")
+@server_option
 @click.option("--timeout", default="3s", show_default=True, metavar="TIME", help="For connecting and the answer.")
 def health(address: str, timeout: str) -> None:
     """Exit with 0 if the server is ready, with 1 if not: for probes."""

@@ -25,8 +25,15 @@ from cache_server.config import ConfigError
 VARIABLE_PREFIX: Final = "PREFIXD_"
 CONFIG_OPTION: Final = "config"
 _NO_SETTINGS: Final = (CONFIG_OPTION, "json")
-# Variables that mean something to other commands, to the scripts or to the tests.
-OTHER_VARIABLES: Final = ("PREFIXD_SERVER", "PREFIXD_REDIS_PASSWORD", "PREFIXD_PYTHON", "PREFIXD_REDIS_SERVER")
+# Variables that mean something to other commands, to deploy/ (OPTIONS, LIMIT), to the scripts or to the tests.
+OTHER_VARIABLES: Final = (
+    "PREFIXD_SERVER",
+    "PREFIXD_REDIS_PASSWORD",
+    "PREFIXD_OPTIONS",
+    "PREFIXD_LIMIT",
+    "PREFIXD_PYTHON",
+    "PREFIXD_REDIS_SERVER",
+)
 OTHER_PREFIXES: Final = ("PREFIXD_TEST_",)
 # Kubernetes sets these in every pod beside a Service whose name begins with prefixd; nobody asked for them.
 _OF_KUBERNETES: Final = re.compile(

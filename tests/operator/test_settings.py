@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from cache_server.cli import main
+from cache_server.cli import main, serve
 from cache_server.config import ConfigError
-from cache_server.settings import check_variables, read_file
+from cache_server.settings import check_variables, read_file, settings_of, variable_of
 from tests.cache_server.harness import ROOT
 
 BARE = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/nonexistent"}
@@ -155,6 +156,15 @@ def test_a_variable_that_is_none_of_ours_is_refused() -> None:
 def test_variables_that_others_set_are_let_be(name: str) -> None:
     """Those of a Kubernetes service called prefixd are in every pod beside it."""
     check_variables({name: "tcp://10.0.0.1:50051"}, ["PREFIXD_MEMORY"])
+
+
+def test_variables_of_deploy_do_not_stop_the_server() -> None:
+    """The systemd unit's own variables reach the process that it starts."""
+    texts = [file.read_text(errors="replace") for file in (ROOT / "deploy").rglob("*") if file.is_file()]
+    used = {name for text in texts for name in re.findall(r"\bPREFIXD_[A-Z_]+\b", text)}
+
+    assert {"PREFIXD_MEMORY", "PREFIXD_OPTIONS"} <= used, "positive control"
+    check_variables(dict.fromkeys(used, "1"), map(variable_of, settings_of(serve)))
 
 
 @pytest.mark.parametrize("name", ["PREFIXD_MEMORY_PORTX", "PREFIXD_SERVICEHOST", "PREFIXD_TESTS", "PREFIXD_"])
