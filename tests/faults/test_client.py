@@ -28,7 +28,7 @@ from tests.proxy import Proxy
 DEADLINE_S = 0.05  # of a lookup, the default
 RETURN_S = 10.0  # the bound: a good hit so soon after the server is back
 HALF_OPEN_S = 20.0  # and a link that is dead without a word is noticed so soon
-LOG = "prefixd.connector"
+LOG = "vllm.prefixd"
 
 
 def line(address: str, call_timeout_s: float = DEADLINE_S) -> CacheClient:
