@@ -7,7 +7,7 @@ import pytest
 from tests.faults import price
 from tests.faults.engines import LOOKUP_S, Fleet
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]  # seven minutes on two cores
 
 SLACK = 3
 NEXT_S = 0.001
