@@ -31,6 +31,8 @@ from tests.engine.recording_scheduler import WATCH, States
 from tests.models import prompt
 from tests.proxy import Proxy
 
+pytestmark = pytest.mark.long  # six minutes on two busy cores
+
 LOADED = "vllm:prefixd_loaded_tokens"
 PROMISED = "vllm:prefixd_promised_tokens"
 LOOKUPS = "vllm:prefixd_lookups"
