@@ -533,14 +533,21 @@ def _vllm_config(model: str, arguments: tuple[tuple[str, Any], ...]) -> VllmConf
 
 
 @functools.cache
-def trouble_without_connector(model: Path, shape: str) -> str | None:
-    """What is wrong with a crowd of which one is preempted, on a scheduler without any connector."""
-    engine = Engine(model, None, num_blocks=8, **SHAPES[shape])
-    for start in (0, 200):
-        engine.add(f"r{start}", range(start, start + 40), max_tokens=40)
+def trouble_without_connector(model: Path, shape: str, num_drafts: int = 0) -> str | None:
+    """What is wrong with a crowd of which one is preempted, on a scheduler without any connector. With drafts, of which
+    some are right: with one that is preempted at this moment and that, all of it.
+    """
     try:
-        engine.run()
-        engine.check_answers()
+        for number in range(10 if num_drafts else 1):
+            engine = Engine(model, None, num_blocks=8, num_drafts=num_drafts, **SHAPES[shape])
+            for start in (0, 200):
+                engine.add(f"r{start}", range(start, start + 40), max_tokens=40)
+            if num_drafts:
+                engine.worker.num_right_drafts = number % (num_drafts + 1)
+                engine.steps(2 + number)
+                engine.preempt_all()
+            engine.run()
+            engine.check_answers()
     except AssertionError as error:
         frames = traceback.extract_tb(error.__traceback__)
         return f"{type(error).__name__} in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}"

@@ -22,7 +22,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.fakes import FakeServer
-from tests.scheduler.harness import Engine
+from tests.scheduler.harness import SHAPES, Engine, trouble_without_connector
 
 STEPS_PER_ENGINE = 125
 MAX_LIVE = 9
@@ -41,6 +41,9 @@ class Walk:
         self.num_loaded_blocks = 0
         self.num_preemptions = 0
         self.server = FakeServer()
+        # 0.26 with steps in flight loses tokens of drafts that were right when it preempts, without any connector.
+        name = next(name for name, one in SHAPES.items() if one is shape)
+        self.may_draft = trouble_without_connector(model, name, num_drafts=3) is None
         self.events: list[tuple[float, Callable[[], Any]]] = [
             (0.25, self.add),
             (0.05, self.abort),
@@ -90,7 +93,7 @@ class Walk:
             "beside": beside,
             "ours_first": dice.random() < 0.5,
             "role": dice.choice(["kv_both"] * 4 + ["kv_producer", "kv_consumer"]) if beside is None else "kv_both",
-            "num_drafts": 3 if dice.random() < 0.3 else 0,
+            "num_drafts": 3 if dice.random() < 0.3 and self.may_draft else 0,
             "max_model_len": dice.choice([512, 512, 82, 97]),
             "extra_config": {
                 "save_decoded": dice.random() < 0.8,
