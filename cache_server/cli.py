@@ -16,6 +16,7 @@ from cache_server.commands import config as config_command
 from cache_server.commands.ask import json_parameter
 from cache_server.commands.completion import completion
 from cache_server.commands.flush import flush
+from cache_server.commands.health import health
 from cache_server.commands.ls import ls
 from cache_server.commands.stats import stats
 from cache_server.commands.text import fail
@@ -30,7 +31,6 @@ from cache_server.config import (
     check_limit,
     parse_config,
 )
-from cache_server.health import health
 from cache_server.logs import FORMATS, LEVELS
 from cache_server.process_title import hide_argument
 from cache_server.redis_config import (

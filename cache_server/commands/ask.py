@@ -74,8 +74,16 @@ class Server:
         reply: pb.FlushReply = self._call(self._stub.Flush, pb.FlushRequest(fingerprint=fingerprint))
         return int(reply.num_blocks)
 
-    def _call(self, method: Any, request: Any) -> Any:
+    def health(self, timeout_s: float) -> str:
+        """What it says of itself, by the standard health service: SERVING, or another of its words."""
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        check = health_pb2_grpc.HealthStub(self._channel).Check
+        reply = self._call(check, health_pb2.HealthCheckRequest(), timeout_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+    def _call(self, method: Any, request: Any, timeout_s: float = TIMEOUT_S) -> Any:
         try:
-            return method(request, timeout=TIMEOUT_S)
+            return method(request, timeout=timeout_s)
         except self._grpc.RpcError as error:
             fail(1, f"server: {self._address!r} does not answer: {error.code().name}")

@@ -18,7 +18,6 @@ ONLY_IN = {
     "grpc": {
         "cache_server/admission.py",
         "cache_server/commands/ask.py",
-        "cache_server/health.py",
         "cache_server/server.py",
         "cache_server/service.py",
         "connector/client.py",

@@ -8,13 +8,11 @@ is gone. It asks nothing of Redis and of the memory: a full cache without a Redi
 Not here: what makes a server healthy (`server.py`).
 """
 
-import sys
-from typing import NoReturn
-
 import click
 
-from cache_server.commands.ask import server_option
-from cache_server.config import ConfigError, parse_address
+from cache_server.commands.ask import Server, server_option
+from cache_server.commands.text import fail
+from cache_server.config import ConfigError
 from cache_server.redis_config import parse_seconds
 
 
@@ -23,27 +21,13 @@ from cache_server.redis_config import parse_seconds
 @click.option("--timeout", default="3s", show_default=True, metavar="TIME", help="For connecting and the answer.")
 def health(address: str, timeout: str) -> None:
     """Exit with 0 if the server is ready, with 1 if not: for probes."""
+    server = Server(address)
     try:
-        target = str(parse_address("server", address))
         timeout_s = parse_seconds("timeout", timeout)
         if not 0.1 <= timeout_s <= 60:
             raise ConfigError("timeout", timeout, "100ms to 60s")
     except ConfigError as error:
-        _fail(2, str(error))
-
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    with grpc.insecure_channel(target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            _fail(1, f"server: {address!r} does not answer: {error.code().name}")
-    if reply.status != health_pb2.HealthCheckResponse.SERVING:
-        _fail(1, f"server: {address!r} says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}")
-
-
-def _fail(status: int, line: str) -> NoReturn:
-    click.echo(f"prefixd: {line}", err=True)
-    sys.exit(status)
+        fail(2, str(error))
+    status = server.health(timeout_s)
+    if status != "SERVING":
+        fail(1, f"server: {address!r} says {status}")
