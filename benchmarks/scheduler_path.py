@@ -72,7 +72,7 @@ def fill(worker: CacheClient, token_ids: list[int]) -> None:
     while at < num_blocks:
         slots = worker.reserve(session, min(512, num_blocks - at))
         stop = at + len(slots)
-        parents = keys.parent(at) + keys.packed(at, stop - 1) if stop > at else b""
+        parents = keys.key_and_parent(at)[1] + keys.packed(at, stop - 1) if stop > at else b""
         depths = np.arange(at, stop, dtype="<u4")
         if stop > at:
             worker.commit(session, slots, keys.packed(at, stop), parents, depths)

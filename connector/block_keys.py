@@ -171,12 +171,8 @@ class BlockKeys:
         """The key of block `number`."""
         return self.packed(number, number + 1)
 
-    def parent(self, number: int) -> bytes:
-        """The key that block `number` extends; the root for block 0."""
-        return self.key_and_parent(number)[1]
-
     def key_and_parent(self, number: int) -> tuple[bytes, bytes]:
-        """Both at once, for every block that is saved."""
+        """The key of block `number` and the one that it extends (the root for block 0), as saves need both."""
         if number + 1 == self._num_blocks > 0:
             return self._tail
         assert 0 <= number < self._num_blocks, f"0 <= {number} < {self._num_blocks} known blocks"

@@ -601,7 +601,7 @@ class SchedulerSide:
             request = state.request
             if request.num_tokens >= (block + 1) * self._block_size and (only is None or state is only):
                 state.keys.extend(request.all_token_ids)
-                self._names[ticket] = BlockName(*state.keys.key_and_parent(block), block)
+                self._names[ticket] = self._name(state, block)
                 del self._nameless[ticket]
 
     def _discard_gathers(self, state: RequestState) -> None:
@@ -628,12 +628,14 @@ class SchedulerSide:
             self._end_load(load)
             due = self._due.pop(request_id, math.inf)
             was_wanted = request_id not in self._unwanted
-            self._count_load(load, failed_block_ids, was_wanted)
+            # The engine goes on from the first block that failed on any rank: what lies behind it is computed, too.
+            num_good = 0 if failed_block_ids is None else _run_before(load.block_ids, failed_block_ids)
+            self._count_load(load, num_good, was_wanted)
             self._unwanted.discard(request_id)
             self._cancelled.discard(request_id)
             if was_wanted and load.keys:
                 self._note_load(load, failed_block_ids, due)
-            if failed_block_ids is not None and failed_block_ids.isdisjoint(load.block_ids):
+            if num_good == len(load.block_ids):
                 continue
             state = self._states.get(request_id)  # None: aborted, or failed for good by vLLM's policy
             if state is not None:
@@ -641,14 +643,12 @@ class SchedulerSide:
                 state.may_load = False
                 state.steps_aside = True
                 state.question = None
-            if was_wanted:
-                self._ask_anew_for(load, failed_block_ids)
+            if was_wanted and load.keys:
+                self._ask_anew_for(load.block_keys()[num_good])
         self._let_leases_go()  # the engine may be idle now: no further step would do it
 
-    def _count_load(self, load: LoadSpec, failed_block_ids: set[int] | None, was_wanted: bool) -> None:
-        """The engine goes on from the first block that failed on any rank: what lies behind it is computed, too."""
+    def _count_load(self, load: LoadSpec, num_good: int, was_wanted: bool) -> None:
         num_blocks = len(load.block_ids)
-        num_good = 0 if failed_block_ids is None else _run_before(load.block_ids, failed_block_ids)
         self._counts["loaded_tokens"] += num_good * self._block_size
         if num_good == num_blocks:
             self._counts["loads:done"] += 1
@@ -671,12 +671,8 @@ class SchedulerSide:
             self._client.release(self._released)
             self._released = []
 
-    def _ask_anew_for(self, load: LoadSpec, failed_block_ids: set[int] | None) -> None:
+    def _ask_anew_for(self, bad_key: bytes) -> None:
         """Some of what was promised is gone: whoever else was promised it asks what is left."""
-        if not load.keys:
-            return
-        bad = next(i for i, b in enumerate(load.block_ids) if failed_block_ids is None or b in failed_block_ids)
-        bad_key = load.block_keys()[bad]
         for state in self._states.values():
             question = state.question
             if question is not None and question.lease_id and bad_key in state.keys.packed(0, len(state.keys)):

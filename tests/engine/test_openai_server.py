@@ -65,8 +65,10 @@ def test_cached_tokens_are_in_the_usage_of_the_answer(openai: OpenAI, server: Pr
     assert (first["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 480
     assert openai.counter("vllm:prefixd_loaded_tokens_total") == 480
-    # On a busy machine a load can be late: then it was asked again, and nothing else failed.
-    assert openai.counter("vllm:prefixd_load_failed_tokens_total") % 480 == 0
+    # The README's line leaves a load its 50 ms, too. On a busy machine one can be late; nothing else may fail.
+    assert openai.counter("vllm:prefixd_load_failed_tokens_total") == 480 * openai.counter(
+        "vllm:prefixd_late_loads_total"
+    )
 
 
 def test_a_text_goes_on_where_it_was_cached(openai: OpenAI, server: Prefixd) -> None:

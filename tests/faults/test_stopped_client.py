@@ -25,9 +25,9 @@ PAYLOAD_BYTES = 16 << 10
 BATCH = 12
 
 # Stops itself where `stop_at` says: in the middle of a step that saves, or at the n-th look at the clock of a load,
-# which is taken before each layer that is copied.
+# which is taken before each layer that is copied. The thread that saves looks at it as well, and is not counted.
 CLIENT = """
-import hashlib, json, os, signal, sys, time
+import hashlib, json, os, signal, sys, threading, time
 from connector.plan import SaveSpec, StepPlan
 from tests.connector.conftest import Engine, chain
 from tests.connector.test_worker import ask, load_spec, present, save, slots_ready, wait_for
@@ -60,6 +60,8 @@ else:
 
     def clock():
         global looks
+        if threading.current_thread().name == "prefixd-save":
+            return time.monotonic()
         looks += 1
         if looks == stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -166,7 +168,7 @@ def test_stopped_in_mid_save(server: Prefixd, new_engine: Callable[..., Engine],
     [
         pytest.param("mapped slots", 3, 1000, id="mapped, between layers"),
         pytest.param("mapped slots", 2, 1, id="mapped, deadline over", marks=LONG),
-        pytest.param("streams", 4, 1, id="streamed, not written", marks=LONG),
+        pytest.param("streams", 4, 1, id="streamed, not written"),
         pytest.param("streams", 5, 1, id="streamed, half written", marks=LONG),
     ],
 )
