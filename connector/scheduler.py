@@ -621,6 +621,7 @@ class SchedulerSide:
 
     def loads_ended(self, finished: Iterable[str], failed_block_ids: set[int] | None) -> None:
         """The workers reported these requests' loads, all ranks of them. None: which blocks failed is not known."""
+        any_late = False
         for request_id in finished:
             load = self._in_flight.pop(request_id, None)
             if load is None:
@@ -634,7 +635,7 @@ class SchedulerSide:
             self._unwanted.discard(request_id)
             self._cancelled.discard(request_id)
             if was_wanted and load.keys:
-                self._note_load(load, failed_block_ids, due)
+                any_late |= self._note_load(load, failed_block_ids, due)
             if num_good == len(load.block_ids):
                 continue
             state = self._states.get(request_id)  # None: aborted, or failed for good by vLLM's policy
@@ -646,6 +647,8 @@ class SchedulerSide:
             if was_wanted and load.keys:
                 self._ask_anew_for(load.block_keys()[num_good])
         self._let_leases_go()  # the engine may be idle now: no further step would do it
+        if any_late:
+            self._client.doubt()  # last: from then on nothing is sent, and the leases would live until they expire
 
     def _count_load(self, load: LoadSpec, num_good: int, was_wanted: bool) -> None:
         num_blocks = len(load.block_ids)
@@ -657,14 +660,14 @@ class SchedulerSide:
         self._counts[f"loads:{outcome}"] += 1
         self._counts[tokens] += (num_blocks - num_good) * self._block_size
 
-    def _note_load(self, load: LoadSpec, failed_block_ids: set[int] | None, due: float) -> None:
-        """Remembers what came of it. One that ran into its deadline casts doubt on the server: that is asked first."""
+    def _note_load(self, load: LoadSpec, failed_block_ids: set[int] | None, due: float) -> bool:
+        """Remembers what came of it. True: it ran into its deadline, which casts doubt on the server."""
         failed = [failed_block_ids is None or block_id in failed_block_ids for block_id in load.block_ids]
         late = any(failed) and self._clock() >= due
         self._record.ended(load.block_keys(), failed, late=late)
         if late:
             self._counts["late_loads"] += 1
-            self._client.doubt()
+        return late
 
     def _let_leases_go(self) -> None:
         if self._released:

@@ -182,7 +182,7 @@ class FakeCacheClient:
     def __init__(self, server: FakeServer, key_bytes: int = 16) -> None:
         self.server = server
         self._key_bytes = key_bytes
-        self.num_doubts = 0
+        self.leases_in_doubt: list[int] = []  # how many were held, each time that nothing was to be sent any more
 
     num_outages = 0
 
@@ -214,7 +214,7 @@ class FakeCacheClient:
             self.server.leases.pop(lease_id, None)
 
     def doubt(self) -> None:
-        self.num_doubts += 1
+        self.leases_in_doubt.append(len(self.server.held_leases()))
 
     def renew(self, lease_ids: Sequence[int]) -> None:
         self.server.calls["renew"] += 1

@@ -14,7 +14,6 @@ Not here: the connector's worker and scheduler, which have tests of their own; f
 
 import contextlib
 import json
-import os
 import random
 import signal
 import sys
@@ -28,6 +27,7 @@ import xxhash
 
 from connector.client import STORED, CacheClient, Hello, LookupAnswer, Session
 from tests.cache_server.harness import chain, parents_of, payload_of
+from tests.faults.processes import stop_here
 
 GRANULE = 4096
 CALL_S = 1.0
@@ -213,7 +213,7 @@ def main(address: str, seed: int) -> None:
     def reach(point: str) -> None:
         if point in armed:
             armed.clear()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
 
     engine.reach = reach
     known: list[list[bytes]] = []

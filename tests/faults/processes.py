@@ -1,7 +1,7 @@
 """Processes that are stopped and killed at a point of one's choice.
 
 `stopped(pid)` holds a process as SIGSTOP does; `wait_stopped` waits until a child stopped itself at a point of its own
-code (`os.kill(os.getpid(), signal.SIGSTOP)`): the one way to stop in the middle of a copy, and not about there.
+code (`stop_here()`): the one way to stop in the middle of a copy, and not about there.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,13 @@ def stopped(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def stop_here() -> None:
+    """The calling thread goes no further, and with it all others, until SIGCONT. The signal is sent to this thread: of
+    one sent to the process another thread may take notice, and this one would run on for a while.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def wait_stopped(pid: int, timeout_s: float = STOP_S) -> None:

@@ -27,10 +27,11 @@ BATCH = 12
 # Stops itself where `stop_at` says: in the middle of a step that saves, or at the n-th look at the clock of a load,
 # which is taken before each layer that is copied. The thread that saves looks at it as well, and is not counted.
 CLIENT = """
-import hashlib, json, os, signal, sys, threading, time
+import hashlib, json, sys, threading, time
 from connector.plan import SaveSpec, StepPlan
 from tests.connector.conftest import Engine, chain
 from tests.connector.test_worker import ask, load_spec, present, save, slots_ready, wait_for
+from tests.faults.processes import stop_here
 
 address, what, stop_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 engine = Engine(address, load_timeout_s=float(sys.argv[4]))
@@ -46,7 +47,7 @@ held = digests([1, 2, 3, 4])
 if what == "save":
     rank.worker.begin_step(StepPlan(saves=tuple(SaveSpec(b, n) for b, n in zip([1, 2, 3, 4], names))))
     rank.worker.save_layer("layer.0")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop_here()
     rank.worker.save_layer("layer.1")
     rank.worker.finish_saves()
     counts = {}
@@ -64,7 +65,7 @@ else:
             return time.monotonic()
         looks += 1
         if looks == stop_at:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
         return time.monotonic()
 
     rank.worker._clock = clock

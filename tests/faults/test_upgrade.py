@@ -162,14 +162,15 @@ class Attached:
 
 
 _WRITER = """
-import os, signal, sys
+import sys
 from pathlib import Path
 from tests.cache_server.harness import Client, wait_until
+from tests.faults.processes import stop_here
 client = Client(sys.argv[1], 0, descriptors=Path(sys.argv[2]), engine_id="stopped")
 wait_until(client.is_mapped, "mapped")
 slots = client.reserve_all(8)
 print(slots, flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
+stop_here()
 for slot in slots:
     client.slot(slot)[:] = b"\\xee" * client.payload_bytes
 print("written", flush=True)

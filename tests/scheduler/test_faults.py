@@ -110,7 +110,7 @@ def test_after_a_late_load_nothing_is_promised_for_a_while(model: Path, shape: d
         engine.finish(f"meanwhile {number}", PROMPT)
         engine.clear_local()
         assert set(matches_of(engine, f"meanwhile {number}")) == {(0, False)}
-    assert engine.side._client.num_doubts == 1
+    assert engine.side._client.leases_in_doubt == [0], "one doubt, and the lease was let go before it"
     assert engine.counts()["scheduler"]["late_loads"] == 1
     assert engine.server.calls["lookup"] == lookups + 10, "what need not be saved is asked, off the path"
     engine.server.clock.advance(PAUSE_MIN_S)
@@ -129,7 +129,7 @@ def test_a_load_that_fails_in_time_withholds_nothing(model: Path, shape: dict[st
     engine.finish("second", PROMPT)
 
     assert matches_of(engine, "second") == [(96, True)]
-    assert engine.side._client.num_doubts == 0
+    assert engine.side._client.leases_in_doubt == []
     assert "late_loads" not in engine.counts()["scheduler"]
 
 
