@@ -9,6 +9,7 @@ from tests.engine.prefixd import Prefixd
 from tests.models import prompt
 
 LOADED = "vllm:prefixd_loaded_tokens"
+LOADED_BLOCKS = "vllm:prefixd_loaded_blocks"
 
 
 def test_after_a_restart_every_rank_loads_its_own_shard(tmp_path: Path, settings: dict[str, Any], cold: Cold) -> None:
@@ -38,9 +39,10 @@ def test_after_a_restart_every_rank_loads_its_own_shard(tmp_path: Path, settings
             wait_until(lambda: server.attached(3), 10, "both ranks and the scheduler side are attached")
             second = engine.generate_one(asked, max_tokens=12)
             third = engine.generate_one(other, max_tokens=12)
-            loaded = [engine.metric(LOADED, shard=shard) for shard in ("0", "1")]
+            loaded = engine.metric(LOADED)
+            blocks = [engine.metric(LOADED_BLOCKS, shard=shard) for shard in ("0", "1")]
 
     assert second.num_cached_tokens == 288
-    assert loaded == [288, 288]
+    assert (loaded, blocks) == (288, [9, 9])
     assert first.token_ids == second.token_ids == cold(asked, 12)
     assert third.token_ids == cold(other, 12)
