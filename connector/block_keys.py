@@ -3,7 +3,7 @@
 This file owns the encoding that turns token ids into keys, and the two questions about a request on which it
 depends: who asks (`identity_of`), and whether its blocks have a name at all (`cannot_be_keyed`).
 
-    key[-1] = H("prefixd root 1"  ‖ fingerprint ‖ epoch ‖ LoRA name ‖ LoRA path ‖ cache salt ‖ tenant)
+    key[-1] = H("prefixd root 2"  ‖ fingerprint ‖ epoch ‖ LoRA name ‖ path ‖ content ‖ cache salt ‖ tenant)
     key[i]  = H(key[i-1] ‖ token ids of block i ‖ extra fields of block i)
 
 Invariant: equal keys mean equal inputs. Every field of variable length is preceded by its length, an absent field
@@ -34,7 +34,7 @@ HashName = Literal["xxh3_128", "sha256"]
 
 KEY_BYTES: dict[str, int] = {"xxh3_128": 16, "sha256": 32}
 
-_ROOT_MAGIC = b"prefixd root 1"
+_ROOT_MAGIC = b"prefixd root 2"
 _U32 = struct.Struct("<I")
 _NO_EXTRA_FIELDS = _U32.pack(0)
 _WRONG_ID = "a token id is not an integer in [0, 2**32): {}"
@@ -55,10 +55,11 @@ class RequestIdentity:
     """What besides token ids decides which blocks a request may share. The features act on their own blocks only."""
 
     lora_name: str | None
-    lora_path: str | None
+    lora_path: str | None  # None where the content is known: an adapter is the same wherever it lies
     cache_salt: str | None
     tenant: str
     features: tuple[MultimodalFeature, ...]
+    lora_content: str | None = None
 
 
 def hash_function(name: str) -> Callable[[bytes], bytes]:
@@ -84,6 +85,7 @@ def root_key(fingerprint: bytes, identity: RequestIdentity, epoch: bytes, hash_n
                 _with_length(epoch),
                 _optional(identity.lora_name),
                 _optional(identity.lora_path),
+                _optional(identity.lora_content),
                 _optional(identity.cache_salt),
                 _with_length(_utf8(identity.tenant)),
             )
@@ -186,12 +188,19 @@ class BlockKeys:
         return bytes(self._chain[(start + 1) * self._key_bytes : (stop + 1) * self._key_bytes])
 
 
-def identity_of(request: Any, tenant: str = "") -> RequestIdentity:
-    """The identity of a vLLM request. Attributes that its version lacks are taken as absent."""
+def identity_of(
+    request: Any, tenant: str = "", lora_content: Callable[[Any], str | None] = lambda _lora: None
+) -> RequestIdentity:
+    """The identity of a vLLM request. Attributes that its version lacks are taken as absent.
+
+    `lora_content` names the content of a `LoRARequest`'s adapter, None where it cannot be read (`lora_identity.py`).
+    """
     lora = getattr(request, "lora_request", None)
+    content = None if lora is None else lora_content(lora)
     return RequestIdentity(
         lora_name=None if lora is None else lora.lora_name,
-        lora_path=None if lora is None else getattr(lora, "lora_path", None),
+        lora_path=None if lora is None or content is not None else getattr(lora, "lora_path", None),
+        lora_content=content,
         cache_salt=getattr(request, "cache_salt", None),
         tenant=tenant,
         features=tuple(
@@ -218,6 +227,8 @@ def cannot_be_keyed(request: Any, *, features_name_content: bool = True) -> str 
     if getattr(request, "resumable", False) or getattr(request, "streaming_queue", None) is not None:
         return "a streaming session"
     features = getattr(request, "mm_features", None) or ()
+    if getattr(getattr(request, "lora_request", None), "load_inplace", False):
+        return "a LoRA adapter that is loaded in place: its weights change under one name"
     if features and not features_name_content:
         return "multimodal features without a content hash (the engine runs without prefix and processor caches)"
     if any(not feature.identifier for feature in features):

@@ -13,6 +13,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from connector.block_keys import KEY_BYTES
@@ -27,7 +28,11 @@ _MAX_SOCKET_PATH_BYTES = 104  # sun_path is 108 bytes with its final NUL; the de
 _SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB|TiB)", re.ASCII)
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
+# As `prefixd token` makes them: the secret holds 32 random bytes.
+_TOKEN = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.[A-Za-z0-9_-]{32,128}")
+
 _MAX_TEXT = 256
+_MAX_PATH = 4096
 _MAX_TOKENS = 1 << 32
 
 
@@ -62,10 +67,21 @@ class ConnectorConfig:
     save_decoded: bool = True  # blocks with decoded tokens too; else those that the prompt fills
     min_load_tokens: int = 0  # a hit of fewer tokens is computed: it is not worth a load
     staging_bytes: int = 256 << 20  # host memory of a worker for blocks on their way to or from a server elsewhere
+    verify_loads: bool = False  # checksums of blocks in mapped slots too; what came over a network is always verified
+    token_file: str | None = None  # who we are: one line, TENANT.SECRET
+    ca_file: str | None = None  # TLS, and who may have signed the server's certificate
+    cert_file: str | None = None  # our certificate, where the server asks for one
+    key_file: str | None = None
+    tls_server_name: str | None = None  # the name in the server's certificate, where the address is another
 
     @property
     def address(self) -> Address:
         return parse_address(self.server)
+
+    @property
+    def tenant(self) -> str:
+        """Whose blocks these are: what the token says, empty without one."""
+        return "" if self.token_file is None else tenant_in(read_token(self.token_file))
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any] | None) -> "ConnectorConfig":
@@ -88,7 +104,62 @@ class ConnectorConfig:
                 f"{_key('lookup_wait_ms')} = {config.lookup_wait_ms:g}: "
                 f"at most lookup_timeout_ms ({config.lookup_timeout_ms:g}) is allowed"
             )
+        config._check_credentials()
         return config
+
+    def _check_credentials(self) -> None:
+        """Whatever contradicts itself, or cannot be read, is found before the model is loaded."""
+        if self.token_file is not None:
+            read_token(self.token_file)
+        for key in ("ca_file", "cert_file", "key_file"):
+            path = getattr(self, key)
+            if path is None:
+                continue
+            if self.address.is_local:
+                raise ConfigError(f"{_key(key)} = {_shown(path)}: only with server = HOST:PORT is allowed")
+            if key != "ca_file" and self.ca_file is None:
+                raise ConfigError(f"{_key(key)} = {_shown(path)}: only with ca_file is allowed")
+            _read_file(key, path)
+        if (self.cert_file is None) != (self.key_file is None):
+            given = "cert_file" if self.key_file is None else "key_file"
+            raise ConfigError(f"{_key(given)} = {_shown(getattr(self, given))}: cert_file and key_file come together")
+        if self.tls_server_name is not None and self.ca_file is None:
+            shown = _shown(self.tls_server_name)
+            raise ConfigError(f"{_key('tls_server_name')} = {shown}: only with ca_file is allowed")
+        if self.token_file is not None and self.ca_file is None and not _stays_on_this_machine(self.address):
+            raise ConfigError(
+                f"{_key('token_file')} = {_shown(self.token_file)}: a token travels over a Unix socket, the loopback "
+                "interface, or TLS (ca_file) only"
+            )
+
+
+def read_token(path: str) -> str:
+    """The token in a file. Raises ConfigError; the message holds the path, never what was read."""
+    token = _read_file("token_file", path).decode("ascii", "replace").strip()
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{_key('token_file')} = {_shown(path)}: a file with one line TENANT.SECRET is allowed")
+    return token
+
+
+def tenant_in(token: str) -> str:
+    """The first part of a token is no secret."""
+    return token.partition(".")[0]
+
+
+def _read_file(key: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{_key(key)} = {_shown(path)}: a file that can be read ({error.strerror})") from None
+
+
+def _stays_on_this_machine(address: Address) -> bool:
+    if address.host is None or address.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_address(text: str) -> Address:
@@ -139,6 +210,14 @@ def _text(key: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str) or not 1 <= len(value) <= _MAX_TEXT or not value.isprintable():
         raise ConfigError(f"{_key(key)} = {_shown(value)}: a text of 1 to {_MAX_TEXT} printable characters is allowed")
+    return value
+
+
+def _file(key: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_PATH or not value.isprintable():
+        raise ConfigError(f"{_key(key)} = {_shown(value)}: the path of a file is allowed")
     return value
 
 
@@ -195,6 +274,12 @@ _PARSERS = {
     "save_decoded": _boolean,
     "min_load_tokens": _num_tokens,
     "staging_bytes": _size,
+    "verify_loads": _boolean,
+    "token_file": _file,
+    "ca_file": _file,
+    "cert_file": _file,
+    "key_file": _file,
+    "tls_server_name": _text,
 }
 
 

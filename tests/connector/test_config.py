@@ -1,5 +1,6 @@
 """The operator's settings: closed, and refused in one line that says what is allowed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def test_only_the_server_is_required() -> None:
         save_decoded=True,
         min_load_tokens=0,
         staging_bytes=256 * 1024 * 1024,
+        verify_loads=False,
+        token_file=None,
+        ca_file=None,
+        cert_file=None,
+        key_file=None,
+        tls_server_name=None,
     )
 
 
@@ -234,3 +241,71 @@ def test_values_that_cannot_be_taken_are_refused(key: str, value: Any, allowed: 
 def test_sizes_have_units(text: str, size: int) -> None:
     """Binary units, so that nobody wonders."""
     assert ConnectorConfig.parse({"server": SOCKET, "staging_bytes": text}).staging_bytes == size
+
+
+# --- credentials
+
+SECRET = "team-a." + "s" * 43
+
+
+def token_file(folder: Path, text: str = SECRET + "\n") -> str:
+    file = folder / "token"
+    file.write_text(text)
+    return str(file)
+
+
+def test_the_token_says_whose_blocks_these_are(tmp_path: Path) -> None:
+    config = ConnectorConfig.parse({"server": SOCKET, "token_file": token_file(tmp_path)})
+
+    assert config.tenant == "team-a"
+    assert "s" * 43 not in repr(config)
+    assert ConnectorConfig.parse({"server": SOCKET}).tenant == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "s" * 43, "team-a.short", "Team-A." + "s" * 43, SECRET + "\n" + SECRET, "team a." + "s" * 43, "\xff" * 60],
+)
+def test_a_token_that_is_none_is_not_shown(tmp_path: Path, text: str) -> None:
+    """What stands in the file may be a secret, whatever it is."""
+    path = token_file(tmp_path, text)
+    message = refusal({"server": SOCKET, "token_file": path})
+
+    assert path in message
+    assert "s" * 43 not in message
+    assert "TENANT.SECRET is allowed" in message
+
+
+@pytest.mark.parametrize("server", ["cache.example:7100", "10.0.0.1:7100", "[2001:db8::1]:7100"])
+def test_a_token_does_not_travel_in_the_clear(tmp_path: Path, server: str) -> None:
+    """Over a network it needs TLS; on this machine it does not."""
+    file = token_file(tmp_path)
+    message = refusal({"server": server, "token_file": file})
+
+    assert "TLS (ca_file) only" in message
+    for local in (SOCKET, "localhost:7100", "127.0.0.1:7100", "[::1]:7100"):
+        assert ConnectorConfig.parse({"server": local, "token_file": file}).tenant == "team-a"
+    assert ConnectorConfig.parse({"server": server, "token_file": file, "ca_file": file}).ca_file == file
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"server": SOCKET, "ca_file": "F"}, "only with server = HOST:PORT"),
+        ({"cert_file": "F", "key_file": "F"}, "only with ca_file"),
+        ({"ca_file": "F", "cert_file": "F"}, "cert_file and key_file come together"),
+        ({"ca_file": "F", "key_file": "F"}, "cert_file and key_file come together"),
+        ({"tls_server_name": "cache"}, "only with ca_file"),
+        ({"ca_file": "/nowhere/ca.pem"}, "a file that can be read (No such file or directory)"),
+        ({"token_file": "/nowhere/token"}, "a file that can be read (No such file or directory)"),
+        ({"ca_file": 7}, "the path of a file is allowed"),
+        ({"verify_loads": "yes"}, "true or false is allowed"),
+    ],
+)
+def test_credentials_that_contradict_themselves_are_refused(
+    tmp_path: Path, settings: dict[str, Any], allowed: str
+) -> None:
+    file = token_file(tmp_path)
+    given = {key: file if value == "F" else value for key, value in settings.items()}
+
+    assert allowed in refusal({"server": "cache.example:7100", **given})

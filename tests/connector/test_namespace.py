@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from connector import namespace as namespace_module
+from connector import weights
 from connector.namespace import Namespace, features_name_content, namespace_of, why_unsupported
 
 
@@ -131,7 +132,13 @@ def make_model(folder: Path) -> Path:
 
 
 def made(config: Any, kv: Any = None, **settings: Any) -> Namespace:
-    asked = {"namespace": None, "weights_version": None, "hash_name": "xxh3_128", **settings}
+    asked = {
+        "namespace": None,
+        "weights_version": None,
+        "hash_name": "xxh3_128",
+        "platform": {"device": "cuda"},
+        **settings,
+    }
     return namespace_of(config, kv or kv_cache_config(), **asked)
 
 
@@ -190,6 +197,32 @@ SEPARATING_FIELDS: dict[str, Callable[[Path], bytes]] = {
     "no image processor settings": lambda m: fingerprint(vllm_config(m, model__multimodal_config=SimpleNamespace())),
     "dummy weights": lambda m: fingerprint(vllm_config(m, load__load_format="dummy")),
     "dummy weights of another seed": lambda m: fingerprint(vllm_config(m, load__load_format="dummy", model__seed=1)),
+    "another of vLLM's classes": lambda m: fingerprint(vllm_config(m, model__architecture="TransformersForCausalLM")),
+    "the model's own program": lambda m: fingerprint(vllm_config(m, model__trust_remote_code=True)),
+    "another revision of its own program": lambda m: fingerprint(
+        vllm_config(m, model__trust_remote_code=True, model__code_revision="v2")
+    ),
+    "a loader that may read other files": lambda m: fingerprint(vllm_config(m, load__load_format="mistral")),
+    "a loader with settings of its own": lambda m: fingerprint(
+        vllm_config(m, load__load_format="tensorizer", load__model_loader_extra_config={"tensorizer_uri": "s3://a"})
+    ),
+    "other settings of the loader": lambda m: fingerprint(
+        vllm_config(m, load__load_format="tensorizer", load__model_loader_extra_config={"tensorizer_uri": "s3://b"})
+    ),
+    "a long value of the configuration": lambda m: fingerprint(
+        vllm_config(m, model__hf_config=HfConfig(layer_types=["full_attention"] * 40))
+    ),
+    "another long value of the configuration": lambda m: fingerprint(
+        vllm_config(m, model__hf_config=HfConfig(layer_types=["full_attention"] * 41))
+    ),
+    "device": lambda m: fingerprint(vllm_config(m), platform={"device": "rocm"}),
+    "the device's fp8": lambda m: fingerprint(vllm_config(m), platform={"device": "cuda", "fp8": "float8_e4m3fnuz"}),
+    "order of a page on this processor": lambda m: fingerprint(
+        vllm_config(m), platform={"device": "cpu", "page_format": "vec"}
+    ),
+    "order of a page on another processor": lambda m: fingerprint(
+        vllm_config(m), platform={"device": "cpu", "page_format": "amx"}
+    ),
     "hash": lambda m: fingerprint(vllm_config(m), hash_name="sha256"),
     "weights version": lambda m: fingerprint(vllm_config(m), weights_version="1"),
     "another weights version": lambda m: fingerprint(vllm_config(m), weights_version="2"),
@@ -241,6 +274,7 @@ NEUTRAL_FIELDS: dict[str, Callable[[Path], bytes]] = {
     "key order": lambda m: fingerprint(
         vllm_config(m, model__hf_config=HfConfig(**dict(reversed(HfConfig().fields.items()))))
     ),
+    "a name for the same loader": lambda m: fingerprint(vllm_config(m, load__load_format="safetensors")),
     "a tokenizer file": lambda m: with_file(m, "tokenizer.json"),
 }
 
@@ -254,6 +288,16 @@ def with_file(folder: Path, name: str) -> bytes:
 def test_what_does_not_change_the_bytes_does_not_separate(model: Path, name: str) -> None:
     """Engines that differ in this only, share."""
     assert NEUTRAL_FIELDS[name](model) == fingerprint(vllm_config(model))
+
+
+def test_the_models_own_program_counts_by_its_content(model: Path) -> None:
+    """With trust_remote_code the folder's Python files compute the KV."""
+    (model / "modeling.py").write_text("one")
+    before = fingerprint(vllm_config(model, model__trust_remote_code=True))
+    (model / "modeling.py").write_text("two")
+
+    assert fingerprint(vllm_config(model, model__trust_remote_code=True)) != before
+    assert len({fingerprint(vllm_config(model)) for _ in range(2)}) == 1
 
 
 def test_fp8_is_its_long_name(model: Path) -> None:
@@ -342,7 +386,7 @@ def test_files_of_unknown_format_are_sampled_as_a_whole(tmp_path: Path) -> None:
 
 def test_samples_are_bounded_and_reach_both_ends(tmp_path: Path) -> None:
     """A file of any size costs at most 128 reads."""
-    starts = namespace_module._sample_starts(b"", 70 << 30)
+    starts = weights.sample_starts(b"", 70 << 30)
 
     assert len(starts) == 128
     assert starts[0] == 0
