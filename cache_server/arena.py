@@ -1,5 +1,8 @@
 """All host memory: segments under one budget, cut into slots for the classes that share it.
 
+A segment that a tenant has seen is never another's: whoever mapped it may keep its descriptor for ever, and what is
+written there later could be read and overwritten. Where tenants have quotas, a tenant's segments stay below its own.
+
 A *class* is (namespace, payload size): payloads of one class have one size, so a segment that belongs to a class
 is cut into equal slots and never fragments. A slot is in one of three states and moves in this circle only:
 
@@ -18,7 +21,7 @@ Not here: names, ages and leases. Which blocks have to go is decided in `cache.p
 segments a class may call its own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +41,11 @@ def segments_of(slots: Slots) -> npt.NDArray[np.int64]:
 class SlotClass:
     """Payloads of one namespace and size, and the segments that are cut for them."""
 
-    __slots__ = ("cuts", "namespace", "next_take_at", "num_sessions", "payload_bytes", "slot_bytes")
+    __slots__ = ("cuts", "namespace", "next_take_at", "num_sessions", "payload_bytes", "slot_bytes", "tenant")
 
-    def __init__(self, namespace: bytes, payload_bytes: int) -> None:
+    def __init__(self, namespace: bytes, payload_bytes: int, tenant: str = "") -> None:
         self.namespace = namespace
+        self.tenant = tenant
         self.payload_bytes = payload_bytes
         self.slot_bytes = -(-payload_bytes // GRANULE_BYTES) * GRANULE_BYTES
         self.cuts: dict[int, Cut] = {}
@@ -122,6 +126,9 @@ class Arena:
         self._num_touching = 0
         self._next_segment_id = 1
         self._assigned: list[Cut] = []  # not told to the clients yet
+        self._quotas: dict[str, int] = {}  # tenant → bytes; empty: there are no tenants
+        self._owners: dict[int, str] = {}  # segment id → the one tenant that may see it, from its first cut on
+        self._discarded: list[Segment] = []  # given up, pages not given back yet
 
     # --- growing: the only part that concerns threads -----------------------------------------------------
 
@@ -133,7 +140,8 @@ class Arena:
     @property
     def wants_segment(self) -> bool:
         """The budget has room and no segment lies ready."""
-        return self.num_segments < self.max_segments and not self._spares and not self._num_touching
+        lies_ready = any(not self._owners.get(spare.id) for spare in self._spares)
+        return self.num_segments < self.max_segments and not lies_ready and not self._num_touching
 
     @property
     def has_spare(self) -> bool:
@@ -198,14 +206,54 @@ class Arena:
             segment.touch()
             self.finish_segment(segment)
 
+    # --- tenants --------------------------------------------------------------------------------------------
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Bytes per tenant. A smaller quota than before applies to what is taken from now on."""
+        self._quotas = dict(quotas)
+
+    def budget_of(self, tenant: str) -> int:
+        """How much of the memory may be this tenant's."""
+        return self._quotas.get(tenant, self.budget_bytes)
+
+    def may_grow(self, tenant: str) -> bool:
+        """The tenant has fewer segments than its quota; one it may have in any case."""
+        if tenant not in self._quotas:
+            return True
+        held = sum(owner == tenant for owner in self._owners.values())
+        free = any(self._owners.get(spare.id) == tenant for spare in self._spares)
+        return free or held < max(self._quotas[tenant] // self.segment_bytes, 1)
+
+    def has_spare_for(self, tenant: str) -> bool:
+        """A touched segment waits that nobody else has ever seen."""
+        return any(self._is_open_to(spare, tenant) for spare in self._spares)
+
+    def make_way(self, tenant: str) -> bool:
+        """Give up a spare of another tenant, so that there can be a new one. False: there is none."""
+        for spare in self._spares:
+            if not self._is_open_to(spare, tenant):
+                self._spares.remove(spare)
+                del self._owners[spare.id]
+                self._discarded.append(spare)
+                return True
+        return False
+
+    def take_discarded(self) -> list[Segment]:
+        """Segments to `discard`, off the event loop, before others are made in their place."""
+        discarded, self._discarded = self._discarded, []
+        return discarded
+
+    def _is_open_to(self, segment: Segment, tenant: str) -> bool:
+        return self._owners.get(segment.id) in (None, "", tenant)
+
     # --- classes --------------------------------------------------------------------------------------------
 
-    def slot_class(self, namespace: bytes, payload_bytes: int) -> SlotClass:
+    def slot_class(self, namespace: bytes, payload_bytes: int, tenant: str = "") -> SlotClass:
         """The class, made at first need."""
         assert 0 < payload_bytes <= self.segment_bytes, f"payload of {payload_bytes} bytes"
         key = (namespace, payload_bytes)
         if key not in self._classes:
-            self._classes[key] = SlotClass(namespace, payload_bytes)
+            self._classes[key] = SlotClass(namespace, payload_bytes, tenant)
         return self._classes[key]
 
     def close_class(self, slot_class: SlotClass) -> None:
@@ -215,18 +263,22 @@ class Arena:
         del self._classes[slot_class.namespace, slot_class.payload_bytes]
 
     def assign_spare(self, slot_class: SlotClass) -> None:
-        """A spare becomes the class's."""
-        self._cut(self._spares.pop(), slot_class)
+        """A spare becomes the class's; one that its tenant has seen before, if there is one."""
+        usable = [spare for spare in self._spares if self._is_open_to(spare, slot_class.tenant)]
+        own = [spare for spare in usable if self._owners.get(spare.id) == slot_class.tenant]
+        spare = (own or usable)[-1]
+        self._spares.remove(spare)
+        self._cut(spare, slot_class)
 
     @property
     def classes(self) -> Iterable[SlotClass]:
         """All of them."""
         return self._classes.values()
 
-    @property
-    def share_segments(self) -> int:
-        """How many segments every class may hold against the others."""
-        return self.max_segments // max(len(self._classes), 1)
+    def share_segments(self, tenant: str = "") -> int:
+        """How many segments every class of a tenant may hold against its others."""
+        num_classes = sum(slot_class.tenant == tenant for slot_class in self._classes.values())
+        return min(self.max_segments, self.budget_of(tenant) // self.segment_bytes) // max(num_classes, 1)
 
     def take_assigned(self) -> list[Cut]:
         """The cuts made since the last call: clients have to hear of them before they hear of their slots."""
@@ -337,6 +389,7 @@ class Arena:
     def _cut(self, segment: Segment, slot_class: SlotClass) -> Cut:
         cut = Cut(segment, slot_class)
         segment.generations += np.uint32(1)
+        self._owners[segment.id] = slot_class.tenant
         self._cuts[segment.id] = cut
         slot_class.cuts[segment.id] = cut
         self._assigned.append(cut)

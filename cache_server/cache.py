@@ -23,7 +23,7 @@ asks `arena.wants_segment`. Cuts that clients have to hear of are in `arena.take
 """
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 
@@ -38,6 +38,7 @@ from cache_server.metrics import Counters
 from cache_server.namespaces import Namespace, ShardLayout, check_attachment
 from cache_server.operations import Operations
 from cache_server.sessions import Session, Sessions, Worker
+from cache_server.tenants import kept_as
 from cache_server.values import (
     ALREADY_PRESENT,
     DROPPED,
@@ -93,6 +94,12 @@ class Cache:
         self._age = 0  # of the youngest use so far
         self._tell_every_s = tell_every_s
         self._untold: list[PayloadName] = []
+        self._num_tenants = 1
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Bytes per tenant; none: there are no tenants."""
+        self.arena.set_quotas(quotas)
+        self._num_tenants = max(len(quotas), 1)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -101,34 +108,37 @@ class Cache:
 
     def max_reserved_bytes(self, slot_class: SlotClass | None = None) -> int:
         """What one session may hoard; at least one slot."""
-        share = int(self.arena.budget_bytes * HOARD_SHARE)
+        budget_bytes = self.arena.budget_of(slot_class.tenant) if slot_class else self.arena.budget_bytes
+        share = int(budget_bytes * HOARD_SHARE)
         return max(share, slot_class.slot_bytes) if slot_class else share
 
     # --- sessions -------------------------------------------------------------------------------------------
 
     def attach(self, client: Attachment) -> Session:
         """A session in the client's namespace; the first of a namespace or shard fixes what it looks like."""
-        namespace = self._namespaces.get(client.fingerprint)
+        kept = kept_as(client.tenant, client.fingerprint)
+        namespace = self._namespaces.get(kept)
         try:
             check_attachment(client, namespace, self.max_payload_bytes)
-            self.sessions.check_room()
+            self.sessions.check_room(client.tenant, self._num_tenants)
         except RequestError:
             self.counters.sessions_refused += 1
             raise
         if namespace is None:
+            index = Index(client.key_bytes, client.num_shards)
             namespace = Namespace(
-                client.fingerprint, client.text, Index(client.key_bytes, client.num_shards), created_at=self._now()
+                kept, client.text, index, tenant=client.tenant, given=client.fingerprint, created_at=self._now()
             )
-            self._namespaces[client.fingerprint] = namespace
+            self._namespaces[kept] = namespace
         worker = None
         if client.shard is not None:
-            slot_class = self.arena.slot_class(client.fingerprint, client.shard.payload_bytes)
+            slot_class = self.arena.slot_class(kept, client.shard.payload_bytes, client.tenant)
             slot_class.num_sessions += 1
             namespace.shards.setdefault(client.shard.index, ShardLayout(client.shard.descriptor, slot_class))
             worker = Worker(client.shard.index, slot_class)
         self.counters.sessions_attached += 1
         namespace.used_at = self._now()
-        return self.sessions.open(
+        session = self.sessions.open(
             client.engine_id,
             client.client_name,
             client.pid,
@@ -136,6 +146,8 @@ class Cache:
             worker,
             client.wants_descriptors and worker is not None,
         )
+        session.rights, session.token_digest = client.rights, client.token_digest
+        return session
 
     def detach(self, session: Session) -> None:
         """Its Attach stream ended. With segments mapped it lingers, else it is over."""
@@ -279,8 +291,9 @@ class Cache:
         return first, first + int(np.searchsorted(fresh, max(room, 0), side="right")), True
 
     def leasable_blocks(self, namespace: Namespace) -> int:
-        """How many more blocks may be promised."""
-        return (int(self.arena.budget_bytes * LEASED_SHARE) - self.leased_bytes) // namespace.block_bytes
+        """How many more blocks may be promised; what other tenants have leased does not count."""
+        budget_bytes = self.arena.budget_of(namespace.tenant)
+        return (int(budget_bytes * LEASED_SHARE) - self._leased_bytes_of(namespace.tenant)) // namespace.block_bytes
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """End leases of this session."""
@@ -524,16 +537,16 @@ class Cache:
 
     # --- flush ----------------------------------------------------------------------------------------------
 
-    def flush(self, fingerprint: bytes) -> int:
-        """Drop all blocks of a namespace, or of all (empty fingerprint). Returns how many.
+    def flush(self, kept: bytes) -> int:
+        """Drop all blocks of a namespace, or of all (empty), by what it is kept as. Returns how many.
 
         Leases end with it. Payloads that are written now are refused when they are committed.
         """
-        if len(fingerprint) not in (0, 32):
-            raise InvalidRequest(f"namespace fingerprint has {len(fingerprint)} bytes, not 32 or none")
+        if len(kept) not in (0, 32):
+            raise InvalidRequest(f"namespace fingerprint has {len(kept)} bytes, not 32 or none")
         count = 0
         for namespace in list(self._namespaces.values()):
-            if fingerprint in (b"", namespace.fingerprint):
+            if kept in (b"", namespace.fingerprint):
                 old = namespace.flush()
                 count += len(old)
                 self.counters.leases_flushed += self.leases.end_all_of(old)
@@ -549,10 +562,12 @@ class Cache:
         if num_slots <= 0:
             return NO_SLOTS, False
         self.expire()
+        tenant = slot_class.tenant
         while slot_class.num_free < num_slots:
-            if self.arena.has_spare:
+            may_grow = self.arena.may_grow(tenant)
+            if may_grow and self.arena.has_spare_for(tenant):
                 self.arena.assign_spare(slot_class)
-            elif self.arena.is_growing:
+            elif may_grow and (self.arena.is_growing or self.arena.make_way(tenant)):
                 return self.arena.reserve(slot_class, num_slots), True
             elif not self._take_segment(slot_class):
                 break
@@ -571,10 +586,12 @@ class Cache:
         self.counters.evicted_blocks_capacity += evicted.num_blocks - evicted.num_doomed
 
     def _take_segment(self, slot_class: SlotClass) -> bool:
-        """Take a segment from another class: one without blocks if there is any, else the coldest."""
-        share = self.arena.share_segments
+        """Take a segment from another class of the tenant: one without blocks if there is any, else the coldest."""
+        share = self.arena.share_segments(slot_class.tenant)
         is_poor = len(slot_class.cuts) < max(share, 1)
-        others = [other for other in self.arena.classes if other is not slot_class]
+        others = [
+            other for other in self.arena.classes if other is not slot_class and other.tenant == slot_class.tenant
+        ]
         above_share = [other for other in others if is_poor and len(other.cuts) > share]
         for other in others:
             for cut in other.cuts.values():
@@ -644,6 +661,21 @@ class Cache:
         self.arena.give_back(slots)
         self._forget_if_idle(namespace)
 
+    def namespaces_of(self, tenant: str) -> list[Namespace]:
+        """Those that are here."""
+        return [namespace for namespace in self._namespaces.values() if namespace.tenant == tenant]
+
+    def shard_descriptor(self, kept: bytes, shard: int) -> bytes:
+        """How a shard's payloads are laid out; empty: it is not here."""
+        namespace = self._namespaces.get(kept)
+        layout = namespace.shards.get(shard) if namespace is not None else None
+        return layout.descriptor if layout is not None else b""
+
+    def namespace_text(self, kept: bytes) -> str:
+        """What a client said of it; empty: it is not here."""
+        namespace = self._namespaces.get(kept)
+        return namespace.text if namespace is not None else ""
+
     # --- figures --------------------------------------------------------------------------------------------
 
     @property
@@ -651,11 +683,18 @@ class Cache:
         """Blocks that cannot go because somebody was promised them."""
         return sum(namespace.index.num_leased * namespace.block_bytes for namespace in self._namespaces.values())
 
+    def _leased_bytes_of(self, tenant: str) -> int:
+        return sum(
+            namespace.index.num_leased * namespace.block_bytes
+            for namespace in self._namespaces.values()
+            if namespace.tenant == tenant
+        )
+
     def namespace_figures(self) -> list[NamespaceFigures]:
         """One per namespace."""
         return [
             NamespaceFigures(
-                namespace.fingerprint,
+                namespace.given,
                 namespace.text,
                 len(namespace.index),
                 namespace.index.num_complete,
@@ -668,6 +707,7 @@ class Cache:
                 self._now() - namespace.created_at,
                 self._now() - namespace.used_at,
                 namespace.index.num_leased,
+                namespace.tenant,
             )
             for namespace in self._namespaces.values()
         ]

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from cache_server.cgroup import memory_limit
+from cache_server.cli_security import security_options, security_options_of, token
 from cache_server.commands import check as check_command
 from cache_server.commands import config as config_command
 from cache_server.commands.ask import json_parameter
@@ -45,6 +46,7 @@ from cache_server.redis_config import (
     parse_redis,
     password_in,
 )
+from cache_server.security_config import SecurityConfig, parse_security
 from cache_server.settings import SettingsCommand, is_given, settings_of
 from protos import __version__
 
@@ -109,13 +111,14 @@ def main() -> None:
 )
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True, help="Of stderr.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of stderr.")
+@security_options
 @click.pass_context
 def serve(context: click.Context, /, **values: Any) -> None:
     """Serve until SIGTERM.
 
     A setting comes from its flag, else its variable, else the file of --config, else its default.
     """
-    config, redis = _checked(context, values)
+    config, redis, security = _checked(context, values)
     _check_limit(config)
 
     import asyncio
@@ -124,14 +127,14 @@ def serve(context: click.Context, /, **values: Any) -> None:
 
     recent = logs.setup(values["log_format"], values["log_level"])
     try:
-        asyncio.run(server.serve(config, redis, recent))
+        asyncio.run(server.serve(config, redis, recent, security))
     except ConfigError as error:
         fail(2, str(error))
     except server.StartError as error:
         fail(1, str(error))
 
 
-def _checked(context: click.Context, values: dict[str, Any]) -> tuple[ServerConfig, RedisConfig | None]:
+def _checked(context: click.Context, values: dict[str, Any]) -> tuple[ServerConfig, RedisConfig | None, SecurityConfig]:
     """What the values mean, or the end of the process with one line."""
     url = values["url"]
     # None for what nobody set: an option of Redis without --redis is a mistake.
@@ -147,9 +150,10 @@ def _checked(context: click.Context, values: dict[str, Any]) -> tuple[ServerConf
         config = parse_config(
             values["listen"], values["memory"], values["gate_share"], values["persist"], values["http"]
         )
+        security = parse_security(security_options_of(values), config.listen, config.memory_bytes)
     except ConfigError as error:
         fail(2, str(error))
-    return config, redis_config
+    return config, redis_config, security
 
 
 def _check_limit(config: ServerConfig) -> None:
@@ -165,7 +169,7 @@ def config(context: click.Context, /, as_json: bool, **values: Any) -> None:
 
     Takes the flags of serve, its variables and its file; refuses what serve would refuse.
     """
-    checked, _ = _checked(context, values)
+    checked, *_ = _checked(context, values)
     _check_limit(checked)
     config_command.show(context, values, as_json)
 
@@ -176,7 +180,7 @@ def check(context: click.Context, /, as_json: bool, **values: Any) -> None:
 
     Takes the flags of serve, its variables and its file. Exit status 1 if something fails.
     """
-    config, redis_config = _checked(context, values)
+    config, redis_config, _ = _checked(context, values)
     check_command.run(config, redis_config, as_json)
 
 
@@ -184,5 +188,5 @@ def check(context: click.Context, /, as_json: bool, **values: Any) -> None:
 for _callback in (config, check):
     _options = [*settings_of(serve), json_parameter()]
     main.add_command(SettingsCommand(_callback.__name__, params=_options, callback=_callback, help=_callback.__doc__))
-for _command in (stats, top, ls, flush, warm, health, completion):
+for _command in (stats, top, ls, flush, warm, health, completion, token):
     main.add_command(_command)

@@ -4,7 +4,9 @@
     ├── InvalidRequest      the request contradicts itself, its limits or its session   INVALID_ARGUMENT
     ├── SessionEnded        attach again                                                FAILED_PRECONDITION
     ├── Mismatch            another session fixed this otherwise                        FAILED_PRECONDITION
-    └── TooMany             a bound that other clients use up                           RESOURCE_EXHAUSTED
+    ├── TooMany             a bound that other clients use up                           RESOURCE_EXHAUSTED
+    ├── Unauthenticated     no token, or one that is not valid here                     UNAUTHENTICATED
+    └── Forbidden           the token does not permit it                                PERMISSION_DENIED
 
 Not here: absence. A missing block, a full memory or a lost race are answers, not errors. Whoever raises one of
 these has not changed any state.
@@ -33,3 +35,11 @@ class TooMany(RequestError):
     def __init__(self, text: str, retry_ms: int = 0) -> None:
         super().__init__(text)
         self.retry_ms = retry_ms
+
+
+class Unauthenticated(RequestError):
+    """Nobody we know. The message never holds what was sent."""
+
+
+class Forbidden(RequestError):
+    """Somebody we know, who may not."""

@@ -47,6 +47,8 @@ class Growth:
     async def make_spare(self) -> None:
         """Touch what is wanted now."""
         while self._arena.wants_segment and self._is_open:
+            for segment in self._arena.take_discarded():
+                await asyncio.to_thread(segment.discard)
             try:
                 segment = self._arena.begin_segment()
             except OSError as error:

@@ -9,6 +9,7 @@ Not here: any of the work. A server without `--redis` has no object of this clas
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,13 +20,14 @@ from cache_server.gate import Gate
 from cache_server.growth import Growth
 from cache_server.promotion import Outlook, Promotion
 from cache_server.redis_config import RedisConfig
+from cache_server.redis_generations import GenerationTier
 from cache_server.redis_lanes import TierDownError
-from cache_server.redis_tier import RedisTier
 from cache_server.values import PayloadName
 from cache_server.write_behind import WriteBehind
 
 PROBE_EVERY_S: Final = 10.0  # while the gate is shut or nothing was measured
 _FIRST_PROBE_S: Final = 3.0  # what the start waits for it
+_log = logging.getLogger(__name__)
 
 
 class LowerTier:
@@ -33,7 +35,7 @@ class LowerTier:
 
     def __init__(self, config: RedisConfig, cache: Cache, growth: Growth, gate: Gate) -> None:
         self._cache = cache
-        self.tier = RedisTier(config)
+        self.tier = GenerationTier(config, cache.shard_descriptor, self._flushed_elsewhere)
         self._write_behind = WriteBehind(cache, self.tier, config.queue_bytes)
         self._promotion = Promotion(cache, self.tier, gate, growth.wait, growth.nudge, time.monotonic)
         self._tasks: list[asyncio.Task[None]] = []
@@ -41,7 +43,7 @@ class LowerTier:
     async def start(self) -> None:
         """Connect and measure. TierRefusedError: the settings are wrong; a tier that is down is no error."""
         await self.tier.start()
-        tasks = (self.tier.watch(), self._write_behind.run(), self._probe_when_shut())
+        tasks = (self.tier.watch(), self.tier.follow(), self._write_behind.run(), self._probe_when_shut())
         self._tasks = [asyncio.create_task(task) for task in tasks]
         if self.tier.is_up:
             with suppress(TierDownError, TimeoutError):
@@ -59,10 +61,22 @@ class LowerTier:
         """Bring up what memory lacks for a lookup; returns when the lookup should be answered."""
         return await self._promotion.extend(session_id, packed_keys, first, wait_s, recompute_us)
 
-    def flush(self, namespace: bytes) -> None:
-        """Nothing of the namespace goes down or comes up that was on its way. What Redis has stays there."""
+    async def flush(self, namespace: bytes) -> bool:
+        """Nothing of the namespace (empty: of any) goes down or comes up any more; whether Redis knows it yet.
+
+        Its memory was flushed a moment ago, without a pause in between.
+        """
         self._write_behind.forget(namespace)
         self._promotion.flush(namespace)
+        return await self.tier.flush(namespace)
+
+    def _flushed_elsewhere(self, namespace: bytes) -> None:
+        """Another daemon flushed it: what this one has in memory goes as well."""
+        num_blocks = self._cache.flush(namespace)
+        self._write_behind.forget(namespace)
+        self._promotion.flush(namespace)
+        self._cache.counters.flushes_followed += 1
+        _log.info("namespace %s was flushed by another server: %d blocks", namespace.hex()[:12] or "*", num_blocks)
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is queued, then stop."""
@@ -94,6 +108,7 @@ class LowerTier:
             "redis_latency_us": int(estimate.latency_s * 1e6),  # of a question
             "redis_queue_payloads": len(self._write_behind),  # waiting to be written
             "redis_queue_bytes": self._write_behind.num_bytes,  # of those
+            "redis_deleted_values": self.tier.num_deleted,  # of flushed namespaces
             "redis_loading_bytes": self._promotion.bytes_ahead,  # promised and on their way up
             "gate_load_us": self._promotion.load_us,  # the last decision: expected time to load
             "gate_recompute_us": self._promotion.recompute_us,  # the last decision: time to recompute

@@ -59,7 +59,8 @@ class Counters:
     evicted_blocks_capacity: int = 0  # their own class needed room
     evicted_blocks_unsettled: int = 0  # could not be reached or lacked a shard for too long; not in capacity
     evicted_blocks_recut: int = 0  # another class took their segment, or a block they extend
-    flushed_blocks: int = 0  # by Flush; not counted as evicted
+    flushed_blocks: int = 0  # by Flush, here or at another server; not counted as evicted
+    flushes_followed: int = 0  # flushes of other servers on the same Redis
     recut_segments: int = 0  # segments that changed their class; not the first assignment
 
     sessions_attached: int = 0  # Attach calls that got a session
@@ -77,7 +78,7 @@ class Counters:
     promotions_missed: int = 0  # payloads that Redis had when asked and not when loaded
     promotions_dropped: int = 0  # payloads for which there was no room in memory, or whose namespace was flushed
     promotions_failed: int = 0  # payloads whose load ended with a failure of Redis or of the line to it
-    integrity_failures: int = 0  # values that did not verify; they were misses and are deleted
+    integrity_failures: int = 0  # values of Redis, and payloads in memory, that did not verify; they were dropped
 
     redis_asked_blocks: int = 0  # blocks whose presence in Redis was asked for by lookups
     redis_present_blocks: int = 0  # of those: there with all their shards

@@ -7,7 +7,7 @@ another would be wrong blocks. What is fixed is forgotten with the last block an
 `flush_epoch` counts flushes. A slot reserved in an earlier epoch may hold a payload computed before the flush,
 so it cannot get a name.
 
-Not here: the namespace's fingerprint is computed by clients; the server never looks into it.
+Not here: the namespace's fingerprint is computed by clients; what it is kept under, and who may, says `tenants.py`.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +32,11 @@ class ShardLayout:
 class Namespace:
     """Blocks that may be compared by key."""
 
-    fingerprint: bytes
+    fingerprint: bytes  # as it is kept here and in Redis (`tenants.kept_as`)
     text: str
     index: Index
+    tenant: str = ""
+    given: bytes = b""  # the fingerprint as clients compute it
     shards: dict[int, ShardLayout] = field(default_factory=dict)
     flush_epoch: int = 0
     created_at: float = 0.0  # monotonic seconds: when the first session attached

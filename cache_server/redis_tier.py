@@ -4,7 +4,7 @@
     load ─ save                    one payload
 
 Commands: AUTH, SELECT, INFO, PING, STRLEN (presence and length in one), GET, SET with PX, PEXPIRE (refreshes and says
-whether it is there), DEL; CLUSTER SLOTS; on sentinels SENTINEL GET-MASTER-ADDR-BY-NAME.
+whether it is there), DEL, SCAN (after a flush); CLUSTER SLOTS; on sentinels SENTINEL GET-MASTER-ADDR-BY-NAME.
 
 The breaker is one for the tier, also in a cluster: a chain of blocks lies on all nodes. It opens with the first
 failure of any lane; then everything that no lane has taken is refused, and so is whatever is asked, at once, until a
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -201,6 +201,29 @@ class RedisTier:
     async def delete(self, names: Sequence[PayloadName]) -> None:
         """They are gone."""
         await self._ask([self._key(name) for name in names], lambda key: pack(b"DEL", key))
+
+    async def ask(self, keys: Sequence[bytes], command: Callable[[bytes], bytes]) -> list[Any]:
+        """The replies to one command per key, in the order of the keys; errors are values."""
+        return await self._ask(keys, command)
+
+    async def scan(self, pattern: bytes) -> AsyncIterator[list[bytes]]:
+        """All keys of all nodes that match, in portions. A key that is there throughout comes at least once."""
+        for address in list(self._nodes):
+            cursor = b"0"
+            while address in self._nodes:
+                command = pack(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+                [reply] = await self._question(self._nodes[address], [command])
+                if isinstance(reply, ErrorReply):
+                    self.warn(f"keys cannot be listed: {reply.text}")
+                    return
+                cursor, keys = reply
+                yield keys
+                if cursor == b"0":
+                    break
+
+    def warn(self, text: str) -> None:
+        """One line, once."""
+        self._warn(text)
 
     async def _ask(self, keys: Sequence[bytes], command: Callable[[bytes], bytes]) -> list[Any]:
         replies: list[Any] = await self._following(lambda: self._ask_once(keys, command))

@@ -34,12 +34,15 @@ _TOUCH_STEP_BYTES = 1 << 20
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
+_PUNCH_HOLE = 0x1 | 0x2  # FALLOC_FL_KEEP_SIZE, which the kernel wants beside it
 _F_ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.fallocate.restype = ctypes.c_int
 
 
 def segment_bytes_for(budget_bytes: int) -> int:
@@ -98,6 +101,16 @@ class Segment:
                 raise OSError(code, f"touching segment {self.id}: {os.strerror(code)}")
             os.posix_fallocate(self.fd, offset, length)
         self.generations[:] = 0
+
+    def discard(self) -> None:
+        """Give the pages back although somebody may still have them mapped. Slow: call it in a thread.
+
+        Who reads there afterwards reads zeros under another generation; who writes there is charged for it.
+        """
+        self.generations += np.uint32(1)
+        for offset in range(0, self.num_bytes, _TOUCH_STEP_BYTES):
+            _libc.fallocate(self.fd, _PUNCH_HOLE, offset, min(_TOUCH_STEP_BYTES, self.num_bytes - offset))
+        self.close()
 
     def close(self) -> None:
         """Give up the descriptors; the memory goes with the last mapping of it."""

@@ -19,12 +19,13 @@ import secrets
 import signal
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from cache_server.admission import MAX_CALLS, Admission
 from cache_server.arena import Arena
@@ -38,10 +39,13 @@ from cache_server.lower_tier import LowerTier
 from cache_server.persist import FolderInUseError, PersistError
 from cache_server.redis_config import RedisConfig
 from cache_server.redis_topology import TierRefusedError
+from cache_server.security_config import SecurityConfig
 from cache_server.segments import segment_bytes_for
 from cache_server.service import SERVICE_NAME, Service
 from cache_server.sessions import MAX_SESSIONS
 from cache_server.status_http import StatusServer
+from cache_server.tenants import Guard, Registry
+from cache_server.transport import Certificates, GuardedHandlers, socket_permissions
 from cache_server.warm_restart import WarmRestart
 from protos import __version__
 
@@ -73,8 +77,17 @@ class StartError(Exception):
     """The server cannot start here; the message says why, on one line."""
 
 
-async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: Recent | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. `recent`: the last warnings, for the status page."""
+async def serve(
+    config: ServerConfig,
+    redis: RedisConfig | None = None,
+    recent: Recent | None = None,
+    security: SecurityConfig | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. SIGHUP: look at the files of `security` now.
+
+    `recent`: the last warnings, for the status page.
+    """
+    security = security or SecurityConfig()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,16 +104,23 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: 
     growth = Growth(arena)
     gate = Gate(config.gate_share)
     lower = await _connect(redis, cache, growth, gate) if redis else None
+    registry = security.registry()
+    quotas = _quotas(registry, arena)
+    guard = Guard(registry, allow_xxh3=security.allow_xxh3)
     admission = Admission(SERVICE_NAME, "Attach", MAX_CALLS, MAX_SESSIONS)
     recent_warnings = recent.lines if recent is not None else list
     epoch = secrets.randbits(64) or 1
-    service = Service(cache, growth, epoch, __version__, gate, lower, admission, recent_warnings)
+    service = Service(cache, growth, epoch, __version__, gate, lower, admission, recent_warnings, guard)
     status = StatusServer(service.stats)
     server = grpc.aio.server(options=_OPTIONS, interceptors=(admission,))
     server.add_generic_rpc_handlers((service.handler(),))
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+        reflection.aio.ReflectionServicer((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)),
+        GuardedHandlers(server, guard),
+    )
+    certificates = Certificates(security) if security.has_tls else None
 
     descriptor_servers: list[DescriptorServer] = []
     paths: list[Path] = []
@@ -110,19 +130,24 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: 
         for address in config.listen:
             if isinstance(address, UnixAddress):
                 # First, because it is ours alone from then on: grpc would replace another server's socket silently.
-                descriptors = _bind_descriptors(address, service)
+                descriptors = _bind_descriptors(address, service, security)
                 descriptor_servers.append(descriptors)
                 service.serve_descriptors(descriptors)
                 paths.append(address.path)
-            bound.append(_bind(server, address))
+            bound.append(_bind(server, address, security, certificates))
         if warm is not None:
             warm.reopen(cache)
+        cache.set_quotas(quotas)
         if config.http is not None:
             _log.info("status page and /metrics on http://%s", await _start_http(status, config.http))
         await growth.make_spare()
         if not arena.num_segments:
             raise StartError(f"memory: the machine has none for the first segment of {arena.segment_bytes} bytes")
         background = [asyncio.create_task(growth.run()), asyncio.create_task(_tick(cache, warm))]
+        hurry = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hurry.set)
+        if security.tokens_file is not None:
+            background.append(asyncio.create_task(_watch_tokens(security, guard, cache, service, hurry)))
         await server.start()
         for name in ("", SERVICE_NAME):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -135,6 +160,8 @@ async def serve(config: ServerConfig, redis: RedisConfig | None = None, recent: 
             config.memory_bytes >> 20,
             arena.segment_bytes >> 20,
         )
+        if security.is_open_to_all:
+            _log.warning("--insecure: whoever reaches the port can read and plant blocks")
         await stop.wait()
         status.is_ready = False
         _log.info("stopping: up to %.0f s for calls in flight", GRACE_S)
@@ -208,21 +235,76 @@ async def _let_clients_leave(cache: Cache) -> None:
         await asyncio.sleep(LEAVE_STEP_S)
 
 
-def _bind(server: Any, address: Address) -> str:
+def _quotas(registry: Registry | None, arena: Arena) -> dict[str, int]:
+    """Bytes per tenant; memory is given to tenants in whole segments."""
+    shares = registry.shares(arena.budget_bytes) if registry is not None else {}
+    for tenant, share in shares.items():
+        if share < arena.segment_bytes:
+            raise ConfigError("quota", f"{tenant}: {share}", f"at least one segment of {arena.segment_bytes} bytes")
+    return shares
+
+
+async def _watch_tokens(
+    security: SecurityConfig, guard: Guard, cache: Cache, service: Service, hurry: asyncio.Event
+) -> None:
+    """Read the tokens again when their file changes. A file that cannot be used changes nothing, and is told once."""
+    assert security.tokens_file is not None
+    before = _stamp(security.tokens_file)
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await hurry.wait()
+        is_asked, stamp = hurry.is_set(), _stamp(security.tokens_file)
+        hurry.clear()
+        if stamp == before and not is_asked:
+            continue
+        before = stamp
+        try:
+            registry = security.registry()
+            assert registry is not None
+            quotas = _quotas(registry, cache.arena)
+        except ConfigError as error:
+            _log.error("the tokens stay as they were: %s", error)
+            continue
+        guard.replace(registry)
+        cache.set_quotas(quotas)
+        ended = service.end_unauthorised()
+        _log.info("tokens were read again: %d tenants, %d tokens, %d sessions ended",
+                  len(registry.quotas), len(registry.callers), ended)  # fmt: skip
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
     try:
-        port = server.add_insecure_port(str(address))
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _bind(server: Any, address: Address, security: SecurityConfig, certificates: Certificates | None) -> str:
+    try:
+        if isinstance(address, UnixAddress):
+            with socket_permissions(security, address.path):
+                server.add_insecure_port(str(address))
+            return str(address)
+        if certificates is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), certificates.credentials())
     except RuntimeError as error:
         raise StartError(f"cannot listen on {address}: {str(error).splitlines()[0]}") from None
-    if isinstance(address, UnixAddress):
-        return str(address)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror}") from None
     return str(type(address)(address.host, port))
 
 
-def _bind_descriptors(address: UnixAddress, service: Service) -> DescriptorServer:
+def _bind_descriptors(address: UnixAddress, service: Service, security: SecurityConfig) -> DescriptorServer:
+    path = address.descriptor_path
     try:
-        return DescriptorServer(address.descriptor_path, service.redeem, service.segments_of, service.descriptors_ended)
+        with socket_permissions(security, path):
+            return DescriptorServer(path, service.redeem, service.segments_of, service.descriptors_ended)
     except OSError as error:
-        raise StartError(f"cannot listen on {address.descriptor_path}: {error.strerror}") from None
+        raise StartError(f"cannot listen on {path}: {error.strerror}") from None
 
 
 def _claim(address: Address) -> None:

@@ -14,11 +14,16 @@ from Redis. What it then answers is what memory has at that moment.
 `kv_group` is accepted and not kept: no rule here depends on it yet. `lease_id` of Get is not needed either: a payload
 is held while it is sent, and between payloads the scheduler side's lease holds it.
 
+Who calls is known before anything else is looked at: every call but those of the health service brings a token where
+tokens are configured (`tenants.py`), and the session that it names must be one of the same tenant. Another's session is
+answered as one that does not exist.
+
 Not here: `cache.py` knows what the calls mean, `server.py` where they arrive.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from inspect import isawaitable
 from typing import Any, Final
 
@@ -31,7 +36,15 @@ from cache_server import wire
 from cache_server.admission import Admission, Turns, pushback
 from cache_server.cache import Cache, check_packed
 from cache_server.descriptors import DescriptorServer
-from cache_server.errors import InvalidRequest, Mismatch, RequestError, SessionEnded, TooMany
+from cache_server.errors import (
+    Forbidden,
+    InvalidRequest,
+    Mismatch,
+    RequestError,
+    SessionEnded,
+    TooMany,
+    Unauthenticated,
+)
 from cache_server.gate import STREAM_FILL_BYTES, Gate, StreamGate
 from cache_server.growth import Growth
 from cache_server.leases import LEASE_S
@@ -40,6 +53,7 @@ from cache_server.operations import BOUNDS
 from cache_server.promotion import NOTHING
 from cache_server.segments import Segment
 from cache_server.sessions import Session
+from cache_server.tenants import ANYONE, READ, WRITE, Caller, Guard, kept_as
 from cache_server.values import DROPPED, Attachment, Blocks, HeldPayload, PutSlot, Shard
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from protos import kv_cache_pb2 as pb
@@ -58,6 +72,8 @@ _CODES: Final = {
     SessionEnded: grpc.StatusCode.FAILED_PRECONDITION,
     Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
     TooMany: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
 }
 _Context = Any  # grpc.aio.ServicerContext, generic in types that bytes in, bytes out do not need
 _Method = Callable[[Any, Any], Awaitable[Any]]
@@ -76,8 +92,10 @@ class Service:
         lower: LowerTier | None = None,
         admission: Admission | None = None,
         recent_warnings: Callable[[], list[tuple[float, str, str]]] = list,
+        guard: Guard | None = None,
     ) -> None:
         self._cache = cache
+        self._guard = guard or Guard(None)
         self._growth = growth
         self._lower = lower
         self._admission = admission
@@ -98,13 +116,19 @@ class Service:
 
         operations = self._cache.operations
 
-        def unary(request: type[Message], method: Callable[[Any], Message | Awaitable[Message]]) -> Any:
+        def unary(request: type[Message], method: Callable[..., Message | Awaitable[Message]]) -> Any:
             name = method.__name__.removeprefix("_")
 
             async def call(raw: bytes, context: _Context) -> bytes:
                 started_at = self._loop.time()
                 try:
-                    reply = method(_parse(request, raw))
+                    caller = self._guard.caller(context.invocation_metadata())
+                    parsed = _parse(request, raw)
+                    if hasattr(parsed, "session_id"):
+                        self._check_session(caller, parsed.session_id, _right_for(parsed))
+                        reply = method(parsed)
+                    else:
+                        reply = method(parsed, caller)
                     if isawaitable(reply):
                         reply = await reply
                 except RequestError as error:
@@ -136,13 +160,46 @@ class Service:
             },
         )
 
+    # --- callers --------------------------------------------------------------------------------------------
+
+    def _check_session(self, caller: Caller, session_id: int, right: int) -> None:
+        """The session is one of the caller's tenant, and may do this."""
+        if not self._guard.is_on:
+            return
+        session = self._cache.sessions.find(session_id)
+        if session is None or caller.is_operator or session.tenant != caller.tenant:
+            raise SessionEnded(f"session {session_id:#018x} is unknown here: attach again")
+        if session.rights & right != right:
+            verb = "write" if right == WRITE else "read"
+            raise Forbidden(f"tenant {caller.tenant} may not {verb} namespace {session.namespace.given.hex()[:12]}")
+
+    def end_unauthorised(self) -> int:
+        """The tokens changed: sessions that would not be let in as they are end. Returns how many."""
+        count = 0
+        for session in self._cache.sessions:
+            namespace = session.namespace
+            if self._guard.still_admits(
+                session.token_digest, namespace.tenant, session.rights, namespace.given, namespace.text
+            ):
+                continue
+            closing = self._closing.get(session.id)
+            if closing is not None and not closing.done():
+                closing.set_result("its token is not what it was")
+                count += 1
+        return count
+
     # --- sessions -------------------------------------------------------------------------------------------
 
     async def _attach(self, raw: bytes, context: _Context) -> None:
         with self._cache.operations.timed("attach"):
+            caller = self._guard.caller(context.invocation_metadata())
             request = _parse(pb.AttachRequest, raw)
             version = _agreed_version(request)
-            session = self._cache.attach(_attachment(request, bool(self._descriptors)))
+            # A ticket is good for a descriptor socket of this machine, so it goes to this machine only.
+            is_near = bool(self._descriptors) and context.peer().startswith("unix:")
+            attachment = _attachment(request, caller.tenant, is_near)
+            rights = self._guard.admit(caller, attachment.fingerprint, attachment.text, attachment.key_bytes)
+            session = self._cache.attach(replace(attachment, rights=rights, token_digest=caller.digest))
         closing = self._closing[session.id] = self._loop.create_future()
         try:
             ticket = self._cache.sessions.issue_ticket(session) if session.awaits_descriptors else b""
@@ -153,6 +210,9 @@ class Service:
                 limits=self._limits(session),
                 descriptor_ticket=ticket,
                 server_version=self._version,
+                tenant=session.tenant,
+                read_denied=not session.rights & READ,
+                write_denied=not session.rights & WRITE,
             )
             await context.write(pb.AttachEvent(attached=attached).SerializeToString())
             reason = await closing
@@ -272,16 +332,43 @@ class Service:
         slots = _unpack("slots", request.slots, "<u8")
         return pb.CommitReply(statuses=self._cache.commit(session.id, slots, _blocks(session, request)))
 
-    def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
-        num_blocks = self._cache.flush(request.fingerprint)
-        if self._lower is not None:
-            self._lower.flush(request.fingerprint)
-        return pb.FlushReply(num_blocks=num_blocks)
+    async def _flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushReply:
+        num_blocks, is_pending = 0, False
+        for kept in self._named_by(request, caller):
+            num_blocks += self._cache.flush(kept)
+            if self._lower is not None:
+                is_pending = not await self._lower.flush(kept) or is_pending
+        return pb.FlushReply(num_blocks=num_blocks, lower_tier_pending=is_pending)
+
+    def _named_by(self, request: pb.FlushRequest, caller: Caller) -> list[bytes]:
+        """What the namespaces are kept as that a flush names."""
+        fingerprint, tenant = request.fingerprint, request.tenant
+        if len(fingerprint) not in (0, 32):
+            raise InvalidRequest(f"namespace fingerprint has {len(fingerprint)} bytes, not 32 or none")
+        if caller.is_operator:
+            if tenant and tenant not in self._guard.tenants:
+                raise InvalidRequest(f"there is no tenant {tenant[:64]!r} here")
+            if not fingerprint and not tenant:
+                return [b""]
+            tenants = [tenant] if tenant else self._guard.tenants
+        elif tenant not in ("", caller.tenant):
+            raise Forbidden(f"tenant {caller.tenant} may not flush another's blocks")
+        else:
+            tenants = [caller.tenant]
+        if not fingerprint:
+            return [namespace.fingerprint for namespace in self._cache.namespaces_of(tenants[0])]
+        if not caller.is_operator:
+            known = self._cache.namespace_text(kept_as(caller.tenant, fingerprint))
+            if not caller.rights(fingerprint, known) & WRITE:
+                raise Forbidden(f"tenant {caller.tenant} may not write namespace {fingerprint.hex()[:12]}")
+        return [kept_as(one, fingerprint) for one in tenants]
 
     # --- bytes ----------------------------------------------------------------------------------------------
 
     async def _get(self, raw: bytes, context: _Context) -> None:
+        caller = self._guard.caller(context.invocation_metadata())
         request = _parse(pb.GetRequest, raw)
+        self._check_session(caller, request.session_id, READ)
         session = self._cache.sessions.attached(request.session_id)
         if session.worker is None:
             raise InvalidRequest("a scheduler session has no shard: it cannot get")
@@ -329,12 +416,14 @@ class Service:
         counters.get_payloads += 1
 
     async def _put(self, _messages: AsyncIterator[bytes], context: _Context) -> bytes:
+        caller = self._guard.caller(context.invocation_metadata())
         async with self._puts.turn():
             began_at = self._loop.time()
             piece = await _read_piece(context)
             if piece is None or piece.header is None:
                 raise InvalidRequest("the first message of a Put has no header")
             header = _parse(pb.PutHeader, bytes(piece.header))
+            self._check_session(caller, header.session_id, WRITE)
             session = self._cache.sessions.attached(header.session_id)
             blocks = _blocks(session, header)
             reply: bytes = pb.PutReply(
@@ -412,11 +501,16 @@ class Service:
 
     def stats(self) -> pb.StatsReply:
         """All figures, as they are now: the one source of `Stats`, `/metrics` and the status page."""
-        return self._stats(pb.StatsRequest())
+        return self._stats(pb.StatsRequest(), ANYONE)
 
-    def _stats(self, _request: pb.StatsRequest) -> pb.StatsReply:
+    def _stats(self, _request: pb.StatsRequest, caller: Caller) -> pb.StatsReply:
+        """Of a tenant's own namespaces and sessions, for its own token; all of them for an operator."""
         cache = self._cache
         cache.expire()
+
+        def is_shown(tenant: str) -> bool:
+            return caller.is_operator or tenant == caller.tenant
+
         return pb.StatsReply(
             server_version=self._version,
             server_epoch=self._epoch,
@@ -440,8 +534,10 @@ class Service:
                     age_s=figures.age_s,
                     idle_s=figures.idle_s,
                     num_leased=figures.num_leased,
+                    tenant=figures.tenant,
                 )
                 for figures in cache.namespace_figures()
+                if is_shown(figures.tenant)
             ],
             sessions=[
                 pb.SessionStats(
@@ -453,8 +549,10 @@ class Service:
                     pid=session.pid,
                     mapped=session.is_mapped,
                     reserved_bytes=session.reserved_bytes,
+                    tenant=session.tenant,
                 )
                 for session in cache.sessions
+                if is_shown(session.tenant)
             ],
             operation_bounds_s=BOUNDS,
             operations=[
@@ -466,7 +564,8 @@ class Service:
                 for one, s_ago in cache.operations.slowest()
             ],
             recent_warnings=[
-                pb.LogLine(s_ago=s_ago, level=level, text=text) for s_ago, level, text in self._recent_warnings()
+                pb.LogLine(s_ago=s_ago, level=level, text=text)
+                for s_ago, level, text in (self._recent_warnings() if caller.is_operator else [])
             ],
             draining=self._is_draining,
         )
@@ -512,7 +611,14 @@ def _range(lowest: int, highest: int) -> str:
     return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
-def _attachment(request: pb.AttachRequest, descriptors_are_served: bool) -> Attachment:
+def _right_for(request: Message) -> int:
+    """What a session must be allowed to do for this call. Whether a block is here, a writer may know as well."""
+    if isinstance(request, pb.ReserveRequest | pb.CommitRequest):
+        return WRITE
+    return READ if isinstance(request, pb.LookupRequest) and request.lease else 0
+
+
+def _attachment(request: pb.AttachRequest, tenant: str, descriptors_are_served: bool) -> Attachment:
     if request.role not in (pb.ROLE_SCHEDULER, pb.ROLE_WORKER):
         raise InvalidRequest(f"role {request.role} is neither scheduler nor worker")
     is_worker = request.role == pb.ROLE_WORKER
@@ -538,6 +644,7 @@ def _attachment(request: pb.AttachRequest, descriptors_are_served: bool) -> Atta
         num_shards=namespace.num_shards,
         shard=Shard(shard.index, shard.payload_bytes, shard.descriptor) if is_worker else None,
         wants_descriptors=request.wants_descriptors and descriptors_are_served,
+        tenant=tenant,
     )
 
 

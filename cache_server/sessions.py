@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from cache_server.arena import SlotClass
 from cache_server.errors import SessionEnded, TooMany
 from cache_server.namespaces import Namespace
+from cache_server.tenants import READ, WRITE
 
 MAX_SESSIONS = 1024  # a bound for mistakes, far above the processes of a node
 TICKET_S = 10.0  # from Attach to the descriptor socket
@@ -47,7 +48,14 @@ class Session:
     awaits_descriptors: bool  # it has a ticket that is neither used nor too old
     is_attached: bool = True
     is_mapped: bool = False
+    rights: int = READ | WRITE
+    token_digest: str = field(default="", repr=False)  # of the token that it attached with
     reserved: dict[int, int] = field(default_factory=dict)  # slot → flush epoch in which it was reserved
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is: no other tenant's call may name it."""
+        return self.namespace.tenant
 
     @property
     def reserved_bytes(self) -> int:
@@ -79,10 +87,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def check_room(self) -> None:
-        """One more may attach."""
-        if len(self._sessions) >= MAX_SESSIONS:
-            raise TooMany(f"{MAX_SESSIONS} sessions are attached")
+    def check_room(self, tenant: str = "", num_tenants: int = 1) -> None:
+        """One more of this tenant may attach."""
+        share = MAX_SESSIONS // num_tenants
+        if sum(session.tenant == tenant for session in self._sessions.values()) >= share:
+            raise TooMany(f"{share} sessions are attached")
 
     def open(
         self,

@@ -19,6 +19,7 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from cache_server.cli_security import CLIENT_VARIABLES
 from cache_server.commands.text import fail
 from cache_server.config import ConfigError
 
@@ -28,6 +29,7 @@ _NO_SETTINGS: Final = (CONFIG_OPTION, "json")
 # Variables that mean something to other commands, to deploy/ (OPTIONS, LIMIT), to the scripts or to the tests.
 OTHER_VARIABLES: Final = (
     "PREFIXD_SERVER",
+    *CLIENT_VARIABLES,
     "PREFIXD_REDIS_PASSWORD",
     "PREFIXD_OPTIONS",
     "PREFIXD_LIMIT",

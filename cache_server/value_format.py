@@ -5,7 +5,7 @@
    12  shard            u32
    16  payload bytes    u64
    24  checksum         u64       XXH3-64 of the payload
-   32  namespace       32 bytes   fingerprint
+   32  namespace       32 bytes   SHA-256 of the NAMESPACE of the key (`redis_generations.stored_namespace`)
    64  key             32 bytes   a key of 16 bytes is followed by zeros
    96  payload
 
@@ -17,6 +17,7 @@ Not here: Redis, memory. The key that a value is stored under repeats namespace,
 makes a value that was moved to another key detectable.
 """
 
+import hashlib
 import struct
 
 from cache_server.values import PayloadName
@@ -35,7 +36,8 @@ def value_bytes(name: PayloadName) -> int:
 
 def pack_header(name: PayloadName, checksum: int) -> bytes:
     """What precedes the payload."""
-    return _HEADER.pack(MAGIC, FORMAT_VERSION, name.shard, name.num_bytes, checksum, name.namespace, name.key)
+    namespace = hashlib.sha256(name.namespace).digest()
+    return _HEADER.pack(MAGIC, FORMAT_VERSION, name.shard, name.num_bytes, checksum, namespace, name.key)
 
 
 def read_checksum(name: PayloadName, header: bytes | bytearray) -> int | None:

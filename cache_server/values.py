@@ -4,7 +4,7 @@ The border to protobuf is `service.py`; these types know nothing of it. Checks o
 are used, because only there is known what they must agree with.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cache_server.arena import Slots
 from cache_server.index import Index
+from cache_server.tenants import READ, WRITE
 
 STORED, ALREADY_PRESENT, REFUSED, DROPPED = 1, 2, 3, 4  # CommitStatus of the wire
 
@@ -47,6 +48,9 @@ class Attachment:
     num_shards: int
     shard: Shard | None
     wants_descriptors: bool
+    tenant: str = ""
+    rights: int = READ | WRITE
+    token_digest: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +121,4 @@ class NamespaceFigures:
     age_s: float  # since its first session attached
     idle_s: float  # since somebody attached, looked up or stored last
     num_leased: int  # blocks that somebody was promised
+    tenant: str = ""

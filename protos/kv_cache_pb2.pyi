@@ -82,20 +82,26 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "session_id", "server_epoch", "limits", "descriptor_ticket", "server_version")
+    __slots__ = ("protocol_version", "session_id", "server_epoch", "limits", "descriptor_ticket", "server_version", "tenant", "read_denied", "write_denied")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_TICKET_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    READ_DENIED_FIELD_NUMBER: _ClassVar[int]
+    WRITE_DENIED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     session_id: int
     server_epoch: int
     limits: Limits
     descriptor_ticket: bytes
     server_version: str
-    def __init__(self, protocol_version: _Optional[int] = ..., session_id: _Optional[int] = ..., server_epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., descriptor_ticket: _Optional[bytes] = ..., server_version: _Optional[str] = ...) -> None: ...
+    tenant: str
+    read_denied: bool
+    write_denied: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., session_id: _Optional[int] = ..., server_epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., descriptor_ticket: _Optional[bytes] = ..., server_version: _Optional[str] = ..., tenant: _Optional[str] = ..., read_denied: bool = ..., write_denied: bool = ...) -> None: ...
 
 class Closing(_message.Message):
     __slots__ = ("reason",)
@@ -118,23 +124,25 @@ class Limits(_message.Message):
     def __init__(self, max_payload_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms", "recompute_us_per_block")
+    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms", "recompute_us_per_block", "wants_checksums")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WANTS_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     keys: bytes
     first: int
     lease: bool
     wait_ms: int
     recompute_us_per_block: float
-    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
+    wants_checksums: bool
+    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ..., recompute_us_per_block: _Optional[float] = ..., wants_checksums: bool = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers", "retry_ms")
+    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers", "retry_ms", "checksums")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     HIT_START_FIELD_NUMBER: _ClassVar[int]
     HIT_END_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +153,7 @@ class LookupReply(_message.Message):
     RETRY_FIELD_NUMBER: _ClassVar[int]
     MISSING_WORKERS_FIELD_NUMBER: _ClassVar[int]
     RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     present: bytes
     hit_start: int
     hit_end: int
@@ -155,7 +164,8 @@ class LookupReply(_message.Message):
     retry: bool
     missing_workers: int
     retry_ms: int
-    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ..., retry_ms: _Optional[int] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ..., retry_ms: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")
@@ -283,17 +293,35 @@ class PutReply(_message.Message):
     statuses: bytes
     def __init__(self, statuses: _Optional[bytes] = ...) -> None: ...
 
+class VerifyRequest(_message.Message):
+    __slots__ = ("session_id", "keys")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    keys: bytes
+    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("num_dropped",)
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    num_dropped: int
+    def __init__(self, num_dropped: _Optional[int] = ...) -> None: ...
+
 class FlushRequest(_message.Message):
-    __slots__ = ("fingerprint",)
+    __slots__ = ("fingerprint", "tenant")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
-    def __init__(self, fingerprint: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, fingerprint: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class FlushReply(_message.Message):
-    __slots__ = ("num_blocks",)
+    __slots__ = ("num_blocks", "lower_tier_pending")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOWER_TIER_PENDING_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
-    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+    lower_tier_pending: bool
+    def __init__(self, num_blocks: _Optional[int] = ..., lower_tier_pending: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -373,13 +401,14 @@ class LogLine(_message.Message):
     def __init__(self, s_ago: _Optional[float] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("fingerprint", "text", "num_blocks", "num_complete", "stored_bytes", "num_shards", "age_s", "idle_s", "num_leased")
+    __slots__ = ("fingerprint", "text", "num_blocks", "num_complete", "stored_bytes", "num_shards", "tenant", "age_s", "idle_s", "num_leased")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASED_FIELD_NUMBER: _ClassVar[int]
@@ -389,13 +418,14 @@ class NamespaceStats(_message.Message):
     num_complete: int
     stored_bytes: int
     num_shards: int
+    tenant: str
     age_s: float
     idle_s: float
     num_leased: int
-    def __init__(self, fingerprint: _Optional[bytes] = ..., text: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_complete: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., num_shards: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., num_leased: _Optional[int] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[bytes] = ..., text: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_complete: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., num_shards: _Optional[int] = ..., tenant: _Optional[str] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., num_leased: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_id", "client_name", "engine_id", "role", "shard", "pid", "mapped", "reserved_bytes")
+    __slots__ = ("session_id", "client_name", "engine_id", "role", "shard", "pid", "mapped", "reserved_bytes", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +434,7 @@ class SessionStats(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     client_name: str
     engine_id: str
@@ -412,4 +443,5 @@ class SessionStats(_message.Message):
     pid: int
     mapped: bool
     reserved_bytes: int
-    def __init__(self, session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., shard: _Optional[int] = ..., pid: _Optional[int] = ..., mapped: bool = ..., reserved_bytes: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_id: _Optional[int] = ..., client_name: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., shard: _Optional[int] = ..., pid: _Optional[int] = ..., mapped: bool = ..., reserved_bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...

@@ -74,6 +74,11 @@ class KvCacheStub(object):
                 request_serializer=protos_dot_kv__cache__pb2.PutChunk.SerializeToString,
                 response_deserializer=protos_dot_kv__cache__pb2.PutReply.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/prefixd.v1.KvCache/Verify',
+                request_serializer=protos_dot_kv__cache__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=protos_dot_kv__cache__pb2.VerifyReply.FromString,
+                _registered_method=True)
         self.Flush = channel.unary_unary(
                 '/prefixd.v1.KvCache/Flush',
                 request_serializer=protos_dot_kv__cache__pb2.FlushRequest.SerializeToString,
@@ -143,6 +148,13 @@ class KvCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """These payloads did not verify at the client: the server looks at them itself, and drops what is broken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Flush(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -197,6 +209,11 @@ def add_KvCacheServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=protos_dot_kv__cache__pb2.PutChunk.FromString,
                     response_serializer=protos_dot_kv__cache__pb2.PutReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=protos_dot_kv__cache__pb2.VerifyRequest.FromString,
+                    response_serializer=protos_dot_kv__cache__pb2.VerifyReply.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -425,6 +442,33 @@ class KvCache(object):
             '/prefixd.v1.KvCache/Put',
             protos_dot_kv__cache__pb2.PutChunk.SerializeToString,
             protos_dot_kv__cache__pb2.PutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.KvCache/Verify',
+            protos_dot_kv__cache__pb2.VerifyRequest.SerializeToString,
+            protos_dot_kv__cache__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

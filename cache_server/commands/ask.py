@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cache_server.cli_security import client_options, current_client
 from cache_server.commands.text import fail
 from cache_server.config import DEFAULT_LISTEN, ConfigError, parse_address
 from protos import kv_cache_pb2 as pb
@@ -15,7 +16,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def server_option(command: _Command) -> _Command:
-    """--server, for a command with a parameter `address`."""
+    """--server, for a command with a parameter `address`, and what a closed server asks for."""
     option = click.option(
         "--server",
         "address",
@@ -26,7 +27,7 @@ def server_option(command: _Command) -> _Command:
         metavar="ADDRESS",
         help="Where the server listens: unix:///PATH or HOST:PORT.",
     )
-    return option(command)
+    return client_options(option(command))
 
 
 def json_option(command: _Command) -> _Command:
@@ -48,12 +49,11 @@ class Server:
         from protos import kv_cache_pb2_grpc as pb_grpc
 
         try:
-            target = str(parse_address("server", address))
+            self._channel = current_client().open(parse_address("server", address))
         except ConfigError as error:
             fail(2, str(error))
         self._grpc = grpc
         self._address = address
-        self._channel = grpc.insecure_channel(target)
         self._stub = pb_grpc.KvCacheStub(self._channel)
 
     def stats(self) -> pb.StatsReply:
@@ -69,10 +69,11 @@ class Server:
             return str(error.code().name)
         return reply
 
-    def flush(self, fingerprint: bytes) -> int:
-        """Drop a namespace, or all (empty). Returns the number of blocks that went."""
-        reply: pb.FlushReply = self._call(self._stub.Flush, pb.FlushRequest(fingerprint=fingerprint))
-        return int(reply.num_blocks)
+    def flush(self, fingerprint: bytes, tenant: str = "") -> pb.FlushReply:
+        """Drop a namespace, or all (empty): how many blocks went, and whether Redis knows it yet."""
+        request = pb.FlushRequest(fingerprint=fingerprint, tenant=tenant)
+        reply: pb.FlushReply = self._call(self._stub.Flush, request)
+        return reply
 
     def health(self, timeout_s: float) -> str:
         """What it says of itself, by the standard health service: SERVING, or another of its words."""
@@ -86,4 +87,6 @@ class Server:
         try:
             return method(request, timeout=timeout_s)
         except self._grpc.RpcError as error:
+            if error.code() in (self._grpc.StatusCode.UNAUTHENTICATED, self._grpc.StatusCode.PERMISSION_DENIED):
+                fail(1, f"server: {self._address!r} refuses: {error.details()}")
             fail(1, f"server: {self._address!r} does not answer: {error.code().name}")

@@ -1,5 +1,6 @@
 """What lies in Redis, byte by byte, as docs/formats.md says."""
 
+import hashlib
 import struct
 
 import pytest
@@ -20,7 +21,7 @@ def test_the_header_is_what_the_document_says() -> None:
     assert len(header) == HEADER_BYTES == 96
     assert header[0:8] == b"prefixdV"
     assert struct.unpack_from("<IIQQ", header, 8) == (1, 3, 4096, CHECKSUM)
-    assert header[32:64] == NAMESPACE
+    assert header[32:64] == hashlib.sha256(NAMESPACE).digest()
     assert header[64:96] == KEY + bytes(16)
 
 

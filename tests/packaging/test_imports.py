@@ -20,7 +20,9 @@ ONLY_IN = {
         "cache_server/commands/ask.py",
         "cache_server/server.py",
         "cache_server/service.py",
+        "cache_server/transport.py",
         "connector/client.py",
+        "protos/channel.py",
         "protos/kv_cache_pb2_grpc.py",
     },
 }

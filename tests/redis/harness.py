@@ -3,6 +3,7 @@ this process, and what a value in Redis is called.
 """
 
 import contextlib
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ RECOMPUTE_US = 160_000.0  # of a block of 32 tokens, 5 ms each: the demo model o
 WAIT_MS = 20
 
 
-def redis_key(key: bytes, shard: int = 0, namespace: bytes = NAMESPACE, prefix: str = "prefixd") -> bytes:
+# What NAMESPACE is called in Redis as long as nobody flushed it: docs/formats.md, by hand.
+STORED_NAMESPACE = NAMESPACE + bytes(16) + hashlib.sha256(b"layout").digest()[:8]
+
+
+def redis_key(key: bytes, shard: int = 0, namespace: bytes = STORED_NAMESPACE, prefix: str = "prefixd") -> bytes:
     """As docs/formats.md says, by hand."""
     return f"{prefix}:{namespace.hex()}:{key.hex()}:{shard}".encode()
 
 
 def name_of(key: bytes, num_bytes: int = PAYLOAD, shard: int = 0) -> PayloadName:
-    return PayloadName(NAMESPACE, key, shard, num_bytes)
+    """As Redis knows it."""
+    return PayloadName(STORED_NAMESPACE, key, shard, num_bytes)
 
 
 @dataclass

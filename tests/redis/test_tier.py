@@ -1,6 +1,7 @@
 """The tier alone, in this process, against real servers: what it reads, what it refuses to read, when it gives up."""
 
 import asyncio
+import hashlib
 import resource
 import socket
 import struct
@@ -21,7 +22,7 @@ from cache_server.redis_topology import TierRefusedError
 from tests.cache_server.harness import NAMESPACE, Bench, chain, payload_of
 from tests.fakes import FakeClock
 from tests.proxy import Proxy
-from tests.redis.harness import name_of, parsed, redis_key, tier
+from tests.redis.harness import STORED_NAMESPACE, name_of, parsed, redis_key, tier
 from tests.redis.servers import RedisServer, free_port
 
 KEYS = chain("a", 8)
@@ -34,7 +35,7 @@ def bench(clock: FakeClock) -> Bench:
     bench = Bench(clock, payload_bytes=SIZE, segment_bytes=8 * SIZE)
     assert set(bench.save(KEYS)) == {1}
     for key in KEYS:
-        held = bench.cache.hold_named(name_of(key, SIZE))
+        held = bench.cache.hold_named(name_of(key, SIZE)._replace(namespace=NAMESPACE))
         assert held is not None
         held.bytes[:] = np.frombuffer(payload_of(key, SIZE), np.uint8)
         bench.cache.drop_payload(held)
@@ -43,7 +44,7 @@ def bench(clock: FakeClock) -> Bench:
 
 async def save(redis: RedisTier, bench: Bench, key: bytes) -> str:
     name = name_of(key, SIZE)
-    held = bench.cache.hold_named(name)
+    held = bench.cache.hold_named(name._replace(namespace=NAMESPACE))
     assert held is not None
     try:
         status, checksum = await redis.save(name, held)
@@ -62,7 +63,8 @@ def value_of(key: bytes, num_bytes: int = SIZE, payload: bytes | None = None) ->
     """As docs/formats.md says, by hand."""
     payload = payload_of(key, num_bytes) if payload is None else payload
     checksum = xxhash.xxh3_64_intdigest(payload)
-    return struct.pack("<8sIIQQ32s32s", b"prefixdV", 1, 0, len(payload), checksum, NAMESPACE, key) + payload
+    stored = hashlib.sha256(STORED_NAMESPACE).digest()
+    return struct.pack("<8sIIQQ32s32s", b"prefixdV", 1, 0, len(payload), checksum, stored, key) + payload
 
 
 async def test_what_is_saved_is_the_document_and_is_loaded_into_place(redis_server: RedisServer, bench: Bench) -> None:
@@ -146,7 +148,7 @@ async def test_a_huge_value_costs_no_memory(redis_server: RedisServer) -> None:
 async def test_a_flush_while_it_waits_keeps_the_payload_here(redis_server: RedisServer, bench: Bench) -> None:
     async with tier(redis_server.url) as redis:
         name = name_of(KEYS[0], SIZE)
-        held = bench.cache.hold_named(name)
+        held = bench.cache.hold_named(name._replace(namespace=NAMESPACE))
         assert held is not None
         bench.cache.flush(b"")
         status, _ = await redis.save(name, held)
