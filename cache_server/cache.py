@@ -243,6 +243,7 @@ class Cache:
             lease_id,
             index.slots[promised if lease_id else _NO_ROWS].T,
             index.generations[promised if lease_id else _NO_ROWS].T,
+            index.checksums[promised if lease_id else _NO_ROWS].T,
             retry,
             missing_workers,
         )
@@ -530,6 +531,12 @@ class Cache:
         """It was computed from the bytes."""
         held.checksum = checksum
         held.index.checksums[held.row, held.shard] = checksum
+
+    def lose_payload(self, held: HeldPayload) -> None:
+        """Its bytes are not what was saved. Whoever was promised it fails to load; a later save fills the hole."""
+        slot = held.index.lose(held.row, held.shard, self._now())
+        self.arena.evict(np.array([slot], dtype=np.uint64))
+        self.counters.integrity_failures += 1
 
     def drop_payload(self, held: HeldPayload) -> None:
         """It may be evicted again."""

@@ -224,6 +224,25 @@ class Index:
                 del self._awaits[child]
                 rows.append(child)
 
+    def lose(self, row: int, shard: int, now: float) -> int:
+        """One shard of a present block is worth nothing. Returns its slot; what extends the block waits for it."""
+        slot = int(self.slots[row, shard])
+        assert slot, f"shard {shard} of row {row} is not here"
+        self.slots[row, shard] = self.generations[row, shard] = self.checksums[row, shard] = 0
+        self.num_present[row] -= 1
+        self.num_complete -= bool(self.complete[row])
+        self.complete[row] = False
+        if self.reachable[row]:
+            rows = self._and_what_extends(np.arange(self._next_row) == row)
+            for lost in rows[self.reachable[rows]].tolist():
+                self.reachable[lost] = False
+                self.queue.unsettle(lost, now)
+                if lost != row:
+                    parent_key = self.key(int(self.parent[lost]))
+                    self._waiting.setdefault(parent_key, set()).add(lost)
+                    self._awaits[lost] = parent_key
+        return slot
+
     # --- blocks go ------------------------------------------------------------------------------------------
 
     def evict(self, num_slots: int, shards: list[int], now: float) -> Evicted:
@@ -295,11 +314,14 @@ class Index:
         return ages
 
     def extending(self, segment_id: int) -> Rows:
-        """The blocks with a shard in the segment and all blocks that extend one of them.
+        """The blocks with a shard in the segment and all blocks that extend one of them."""
+        return self._and_what_extends((segments_of(self.slots[: self._next_row]) == segment_id).any(axis=1))
+
+    def _and_what_extends(self, marked: npt.NDArray[np.bool_]) -> Rows:
+        """Marked rows and all that extend them.
 
         Pointer jumping: after k rounds every block knows of its 2^k nearest ancestors.
         """
-        marked = (segments_of(self.slots[: self._next_row]) == segment_id).any(axis=1)
         ancestor = self.parent[: self._next_row].copy()
         while ancestor.any():
             marked |= marked[ancestor]

@@ -22,6 +22,7 @@ Not here: `cache.py` knows what the calls mean, `server.py` where they arrive.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from inspect import isawaitable
@@ -63,6 +64,7 @@ CHUNK_BYTES: Final = 1 << 20  # of payload in one message
 MAX_MESSAGE_BYTES: Final = 4 << 20  # of any request: what every grpc client is able to receive and send by default
 MAX_TEXT_BYTES: Final = 64 << 10
 MAX_LEASE_IDS: Final = 65536  # of one Release or Renew
+MAX_VERIFY_KEYS: Final = 1024
 STALL_S: Final = 30.0
 PUT_WAIT_S: Final = 2.0  # for memory that is being touched
 _CHECKSUM_INLINE_BYTES: Final = 4 << 20  # more is summed in a thread
@@ -75,12 +77,13 @@ _CODES: Final = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Forbidden: grpc.StatusCode.PERMISSION_DENIED,
 }
+_log = logging.getLogger(__name__)
 _Context = Any  # grpc.aio.ServicerContext, generic in types that bytes in, bytes out do not need
 _Method = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Service:
-    """The ten calls of `protos/kv_cache.proto` over one cache."""
+    """The eleven calls of `protos/kv_cache.proto` over one cache."""
 
     def __init__(
         self,
@@ -155,6 +158,7 @@ class Service:
                 "Commit": unary(pb.CommitRequest, self._commit),
                 "Get": grpc.unary_stream_rpc_method_handler(_aborting(self._get)),
                 "Put": grpc.stream_unary_rpc_method_handler(_aborting(self._put)),
+                "Verify": unary(pb.VerifyRequest, self._verify),
                 "Flush": unary(pb.FlushRequest, self._flush),
                 "Stats": unary(pb.StatsRequest, self._stats),
             },
@@ -309,6 +313,7 @@ class Service:
             lease_ms=int(LEASE_S * 1000) if result.lease_id else 0,
             slots=result.slots.astype("<u8", copy=False).tobytes(),
             generations=result.generations.astype("<u4", copy=False).tobytes(),
+            checksums=result.checksums.astype("<u8", copy=False).tobytes() if request.wants_checksums else b"",
             retry=result.retry or outlook.retry,
             retry_ms=outlook.retry_ms,
             missing_workers=result.missing_workers,
@@ -331,6 +336,38 @@ class Service:
         session = self._cache.sessions.attached(request.session_id)
         slots = _unpack("slots", request.slots, "<u8")
         return pb.CommitReply(statuses=self._cache.commit(session.id, slots, _blocks(session, request)))
+
+    async def _verify(self, request: pb.VerifyRequest) -> pb.VerifyReply:
+        """Believes nobody: what is dropped is what does not verify here."""
+        session = self._cache.sessions.attached(request.session_id)
+        keys = _split("keys", request.keys, session.namespace.key_bytes)
+        if len(keys) > MAX_VERIFY_KEYS:
+            raise InvalidRequest(f"{len(keys)} keys to verify at once; at most {MAX_VERIFY_KEYS}")
+        num_dropped = 0
+        async with self._gets.turn():
+            for key in keys:
+                held = self._cache.hold_payload(session, key)
+                if held is None:
+                    continue
+                try:
+                    if not held.checksum:
+                        continue
+                    checksum = await self._checksum(held.bytes.data)
+                    if checksum != held.checksum and held.is_intact:
+                        self._cache.lose_payload(held)
+                        num_dropped += 1
+                finally:
+                    self._cache.drop_payload(held)
+        if num_dropped:
+            _log.error("%d payloads in memory are not what was saved: dropped", num_dropped)
+        return pb.VerifyReply(num_dropped=num_dropped)
+
+    @staticmethod
+    async def _checksum(payload: memoryview) -> int:
+        if len(payload) > _CHECKSUM_INLINE_BYTES:
+            return await asyncio.to_thread(xxhash.xxh3_64_intdigest, payload)
+        checksum: int = xxhash.xxh3_64_intdigest(payload)
+        return checksum
 
     async def _flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushReply:
         num_blocks, is_pending = 0, False
@@ -397,10 +434,7 @@ class Service:
         counters = self._cache.counters
         payload = held.bytes.data
         if not held.checksum:
-            if len(payload) > _CHECKSUM_INLINE_BYTES:
-                checksum = await asyncio.to_thread(xxhash.xxh3_64_intdigest, payload)
-            else:
-                checksum = xxhash.xxh3_64_intdigest(payload)
+            checksum = await self._checksum(payload)
             if held.is_intact:
                 self._cache.note_checksum(held, checksum)
         for offset in range(0, len(payload), CHUNK_BYTES):

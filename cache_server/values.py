@@ -66,6 +66,7 @@ class LookupResult:
     lease_id: int
     slots: Slots  # [num_shards][hit_end - hit_start]
     generations: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint64]  # 0: none was made
     retry: bool
     missing_workers: int
 

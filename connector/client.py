@@ -40,6 +40,7 @@ import numpy.typing as npt
 from connector.backoff import Backoff
 from connector.halt import Halt
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, kv_cache_pb2, kv_cache_pb2_grpc
+from protos.channel import open_channel
 
 logger = logging.getLogger("vllm.prefixd")
 
@@ -124,6 +125,7 @@ class LookupAnswer:
     workers_missing: bool
     server_epoch: int
     retry_at: float | None = None  # when more is expected to be there (monotonic seconds); None: this is all
+    checksums: U64 | None = None  # the shape of `slots`, 0 where none was made; None: they were not asked for
 
     def is_present(self, block: int) -> bool:
         return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
@@ -146,6 +148,8 @@ class Session:
         self.session_id: int = attached.session_id
         self.server_epoch: int = attached.server_epoch
         self.limits = attached.limits
+        self.may_read = not attached.read_denied  # what the token permits; asking for more would be refused
+        self.may_write = not attached.write_denied
         self.mapped = False
         self.closed = False
         self._segments: dict[int, Segment] = {}
@@ -302,8 +306,14 @@ class LookupCall:
             generations=generations.reshape(shape),
             workers_missing=reply.missing_workers > 0,
             server_epoch=self._session.server_epoch,
+            checksums=self._checksums(reply, shape),
             retry_at=self._client.now() + reply.retry_ms / 1000 if reply.retry and reply.retry_ms else None,
         )
+
+    @staticmethod
+    def _checksums(reply: kv_cache_pb2.LookupReply, shape: tuple[int, int]) -> U64 | None:
+        checksums = np.frombuffer(reply.checksums, dtype="<u8")
+        return checksums.reshape(shape) if checksums.size == shape[0] * shape[1] > 0 else None
 
 
 class CacheClient:
@@ -316,9 +326,14 @@ class CacheClient:
         *,
         call_timeout_s: float,
         transfer_timeout_s: float,
+        wants_checksums: bool = False,
+        open_channel: Callable[[str, list[tuple[str, int]]], grpc.Channel] = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`open_channel` is called for every attempt to attach, so that renewed certificates and tokens are used."""
         self.address = address
+        self._wants_checksums = wants_checksums
+        self._open_channel = open_channel
         self.hello = hello
         self._call_timeout_s = call_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
@@ -394,7 +409,8 @@ class CacheClient:
                 self._stopping.wait(pause)
                 pause = min(pause * 2, RETRY_MAX_S)
                 continue
-            logger.info("attached to %s (%s, %s)", self.address, "mapped slots" if session.mapped else "streams", why)
+            way = "mapped slots" if session.mapped else "streams"
+            logger.info("attached to %s (%s, %s%s)", self.address, way, why, _denied(session))
             announced_absence = False
             pause = RETRY_MIN_S
             self._suspect.clear()
@@ -410,7 +426,10 @@ class CacheClient:
                 announced_absence = True
 
     def _attach(self) -> tuple[Session | None, str]:
-        channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        try:
+            channel = self._open_channel(self.address, CHANNEL_OPTIONS)
+        except (OSError, ValueError) as error:  # a file of ours: it may be there the next time
+            return None, _reason(error)
         stub = kv_cache_pb2_grpc.KvCacheStub(channel)
         hello = self.hello
         unix_path = self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
@@ -491,6 +510,8 @@ class CacheClient:
                 now = self._clock()
                 if status is grpc.StatusCode.FAILED_PRECONDITION:
                     return "the server no longer knows this session"
+                if status is grpc.StatusCode.UNAUTHENTICATED:
+                    return "the server does not accept our token any more"
                 if status is grpc.StatusCode.OK:
                     answered = now
                     if now - started <= self._call_timeout_s:
@@ -536,7 +557,7 @@ class CacheClient:
         `recompute_us_per_block`, if measured, lets the server weigh a slow tier, or this line, against computing.
         """
         session = self.session()
-        if session is None:
+        if session is None or (lease and not session.may_read):
             return None
         request = kv_cache_pb2.LookupRequest(
             session_id=session.session_id,
@@ -545,6 +566,7 @@ class CacheClient:
             lease=lease,
             wait_ms=int(self._call_timeout_s * 1000 * WAIT_SHARE),
             recompute_us_per_block=recompute_us_per_block,
+            wants_checksums=self._wants_checksums,
         )
         sent = self._clock()
         future = self._send(session, session.stub.Lookup, request)
@@ -592,6 +614,8 @@ class CacheClient:
 
     def reserve(self, session: Session, num_slots: int) -> U64:
         """Addresses of up to `num_slots` slots to write into, ascending. Blocks for at most the call deadline."""
+        if not session.may_write:
+            return np.empty(0, dtype="<u8")
         request = kv_cache_pb2.ReserveRequest(session_id=session.session_id, num_slots=num_slots)
         try:
             reply = session.stub.Reserve(request, timeout=self._transfer_timeout_s)
@@ -601,7 +625,9 @@ class CacheClient:
         self._trouble.worked()
         return np.frombuffer(reply.slots, dtype="<u8")
 
-    def commit(self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32) -> bytes | None:
+    def commit(
+        self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32, checksums: U64
+    ) -> bytes | None:
         """Names written slots. One status byte per slot, or None: nobody answered, the slots are in doubt."""
         request = kv_cache_pb2.CommitRequest(
             session_id=session.session_id,
@@ -609,6 +635,7 @@ class CacheClient:
             keys=keys,
             parent_keys=parents,
             depths=depths.astype("<u4").tobytes(),
+            checksums=checksums.astype("<u8").tobytes(),
         )
         try:
             reply = session.stub.Commit(request, timeout=self._transfer_timeout_s)
@@ -630,6 +657,8 @@ class CacheClient:
         checksums: U64,
     ) -> bytes | None:
         """Sends payloads under their keys. One status byte per payload, or None if the stream broke."""
+        if not session.may_write:
+            return None
         header = kv_cache_pb2.PutHeader(
             session_id=session.session_id,
             keys=keys,
@@ -656,6 +685,15 @@ class CacheClient:
             return None
         self._trouble.worked()
         return bytes(reply.statuses)
+
+    def verify(self, session: Session, keys: bytes) -> None:
+        """Tells the server that these payloads did not verify here; it looks at them itself."""
+        try:
+            session.stub.Verify(
+                kv_cache_pb2.VerifyRequest(session_id=session.session_id, keys=keys), timeout=self._transfer_timeout_s
+            )
+        except (grpc.RpcError, ValueError) as error:
+            self._failed(error, session)
 
     def get(
         self,
@@ -723,6 +761,10 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _denied(session: Session) -> str:
+    return ("" if session.may_read else ", may not load") + ("" if session.may_write else ", may not save")
 
 
 def _reason(error: object) -> str:

@@ -11,8 +11,8 @@ Not here: the server's settings (`cache_server/config.py`), with which this file
 import difflib
 import ipaddress
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,11 @@ class ConnectorConfig:
     cert_file: str | None = None  # our certificate, where the server asks for one
     key_file: str | None = None
     tls_server_name: str | None = None  # the name in the server's certificate, where the address is another
+    tenant: str = field(default="", init=False)  # whose blocks these are: what the token said at the start
 
     @property
     def address(self) -> Address:
         return parse_address(self.server)
-
-    @property
-    def tenant(self) -> str:
-        """Whose blocks these are: what the token says, empty without one."""
-        return "" if self.token_file is None else tenant_in(read_token(self.token_file))
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any] | None) -> "ConnectorConfig":
@@ -89,7 +85,7 @@ class ConnectorConfig:
         if extra_config is not None and not isinstance(extra_config, Mapping):
             raise ConfigError(f"kv_connector_extra_config = {_shown(extra_config)}: an object is allowed")
         given = dict(extra_config or {})
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls) if one.init]
         for key, value in given.items():
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1)
@@ -107,10 +103,25 @@ class ConnectorConfig:
         config._check_credentials()
         return config
 
+    def open_channel(self, address: str, options: Sequence[tuple[str, Any]]) -> Any:
+        """A channel with these credentials, their files read now. Raises ConfigError."""
+        from protos.channel import open_channel
+
+        token = None if self.token_file is None else read_token(self.token_file)
+        if token is not None and tenant_in(token) != self.tenant:
+            raise ConfigError(f"{_key('token_file')} = {_shown(self.token_file)}: the token is another tenant's now")
+        ca, cert, key = (
+            None if path is None else _read_file(name, path)
+            for name, path in (("ca_file", self.ca_file), ("cert_file", self.cert_file), ("key_file", self.key_file))
+        )
+        return open_channel(
+            address, options, token=token, ca=ca, cert=cert, key=key, tls_server_name=self.tls_server_name
+        )
+
     def _check_credentials(self) -> None:
         """Whatever contradicts itself, or cannot be read, is found before the model is loaded."""
         if self.token_file is not None:
-            read_token(self.token_file)
+            object.__setattr__(self, "tenant", tenant_in(read_token(self.token_file)))
         for key in ("ca_file", "cert_file", "key_file"):
             path = getattr(self, key)
             if path is None:

@@ -72,6 +72,10 @@ SHARD_COUNTERS = {
         "Blocks of this shard that were to be saved and were not: no free slot, no room in the server, or no answer."
     ),
     "discarded_blocks": "Blocks of this shard that were copied before their last token was known, and got no name.",
+    "corrupt_blocks": (
+        "Blocks of this shard that came with another checksum than they were saved with; counted as failed too. Not "
+        "counted: blocks in mapped slots without the setting verify_loads, for nobody looks at them."
+    ),
     "saved_bytes": "Payload bytes of saved_blocks. mapped: into the server's memory; stream: over gRPC.",
 }
 # Histograms, in seconds.

@@ -19,7 +19,8 @@ class LoadSpec:
     """Fill `block_ids` with the payloads of `keys`; the answer to one lookup, held by `lease_id`.
 
     keys: key_bytes per block. slots: u64 `[num_shards][num_blocks]`; generations: u32, the same shape
-    (both as in `protos/kv_cache.proto`). A spec without keys cannot be loaded: every worker reports it failed.
+    (both as in `protos/kv_cache.proto`). checksums: u64, the same shape, or empty: not to be verified. A spec without
+    keys cannot be loaded: every worker reports it failed.
     timeout_s: seconds from when a worker gets it; what is not there by then has failed.
     """
 
@@ -31,6 +32,7 @@ class LoadSpec:
     lease_id: int
     server_epoch: int
     timeout_s: float = math.inf
+    checksums: bytes = b""
 
     def block_keys(self) -> list[bytes]:
         """The keys, one by one."""

@@ -196,6 +196,8 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             hello,
             call_timeout_s=self._config.lookup_timeout_ms / 1000,
             transfer_timeout_s=self._config.load_timeout_ms / 1000,
+            wants_checksums=self._config.verify_loads,
+            open_channel=self._config.open_channel,
         )
 
     def _hello(self, side: str, **shard: Any) -> Hello:

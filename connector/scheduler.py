@@ -401,6 +401,7 @@ class SchedulerSide:
             lease_id=state.question.lease_id,
             server_epoch=answer.server_epoch,
             timeout_s=self._time_for(num_blocks),
+            checksums=b"" if answer.checksums is None else np.ascontiguousarray(answer.checksums[:, columns]).tobytes(),
         )
         state.question.lease_id = 0
         state.offer = None

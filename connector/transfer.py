@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+import xxhash
 
 from connector.client import SLOT_GRANULE, U8, U32, U64, Session
 from connector.kv_layout import KVLayout
@@ -58,6 +59,11 @@ class SlotMemory:
         assert self._staging is not None
         start = (slot & 0xFFFFFFFF) * SLOT_GRANULE
         return self._staging.data[start : start + self._layout.payload_bytes]
+
+    def checksum(self, slot: int) -> int:
+        """XXH3-64 of one slot's payload, as it lies there now; 0 where it is not mapped. Off the interpreter lock."""
+        rows = self.rows(slot, 1)
+        return 0 if rows is None else int(xxhash.xxh3_64_intdigest(rows[0].contiguous().numpy()))
 
     def generations(self, slots: U64) -> U32 | None:
         """The present generations of `slots`; None if one of their segments is not mapped."""

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from connector.client import ALREADY_PRESENT, DROPPED, REFUSED, SLOT_GRANULE, STORED, U64, CacheClient, Session
@@ -362,11 +363,18 @@ class WorkerSide:
         before = memory.generations(slots)
         if before is None or slots.size != len(block_ids):
             return block_ids
+        broken = before != promised
+        if load.checksums:
+            # Before the copy, and the generations again after it: what was verified is what is copied.
+            broken |= self._unverified(memory, load, mine, slots)
+            after = memory.generations(slots)
+            assert after is not None
+            self._tell_of_broken(session, load, start, broken & (after == promised))
         if not scatter(self._layout, memory, block_ids, slots.tolist(), lambda: self._is_unwanted(job)):
             return block_ids
         after = memory.generations(slots)
         assert after is not None
-        broken = (before != promised) | (after != promised)
+        broken |= after != promised
         return [block_ids[i] for i in np.flatnonzero(broken)]
 
     def _load_stream(self, job: LoadJob, start: int, stop: int, session: Session) -> Sequence[int]:
@@ -403,7 +411,26 @@ class WorkerSide:
                 )
                 loaded = set(good) if whole else set()
                 failed.extend(block_id for i, block_id in enumerate(block_ids) if i not in loaded)
+                came = np.array([checksum is not None for checksum in checksums], dtype=np.bool_)
+                came[good] = False
+                self._tell_of_broken(session, load, at, came)
         return failed
+
+    def _unverified(self, memory: SlotMemory, load: LoadSpec, mine: slice, slots: U64) -> npt.NDArray[np.bool_]:
+        """Which payloads in mapped slots have another checksum than they were saved with."""
+        promised = np.frombuffer(load.checksums, dtype="<u8")[mine]
+        found = np.array([memory.checksum(slot) for slot in slots.tolist()], dtype=np.uint64)
+        unverified: npt.NDArray[np.bool_] = (promised != 0) & (found != promised)
+        return unverified
+
+    def _tell_of_broken(self, session: Session, load: LoadSpec, start: int, broken: npt.NDArray[np.bool_]) -> None:
+        """Payloads from block `start` of the load on that came as they should, but for what is in them."""
+        if broken.any():
+            keys = load.block_keys()
+            places = np.flatnonzero(broken) + start
+            self._count("corrupt_blocks", len(places))
+            logger.error("%d blocks were not what was saved; they are computed", len(places))
+            self._client.verify(session, b"".join(keys[at] for at in places.tolist()))
 
     def _is_unwanted(self, job: LoadJob) -> bool:
         return self._stopping or job.halt.is_set or self._clock() >= job.deadline
@@ -460,7 +487,8 @@ class WorkerSide:
         started_at = self._clock()
         with lane.session.inside():
             if lane.session.mapped:
-                statuses = self._client.commit(lane.session, np.array(slots, dtype="<u8"), keys, parents, depths)
+                sums: U64 = np.array([lane.memory.checksum(slot) for slot in slots], dtype="<u8")
+                statuses = self._client.commit(lane.session, np.array(slots, dtype="<u8"), keys, parents, depths, sums)
             else:
                 payloads = [lane.memory.payload(slot) for slot in slots]
                 checksums: U64 = np.array([xxhash.xxh3_64_intdigest(payload) for payload in payloads], dtype="<u8")
