@@ -32,6 +32,7 @@ from cache_server.sessions import Session
 from cache_server.values import Attachment, Blocks, Shard
 from protos import kv_cache_pb2 as pb
 from protos import kv_cache_pb2_grpc as pb_grpc
+from protos.channel import open_channel
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -243,8 +244,8 @@ class ServerProcess:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return sum(int(kib) << 10 for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE))
 
-    def stats(self) -> Any:
-        with grpc.insecure_channel(self.unix, options=_OPTIONS) as channel:
+    def stats(self, **credentials: Any) -> Any:
+        with open_channel(self.unix, _OPTIONS, **credentials) as channel:
             return pb_grpc.KvCacheStub(channel).Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
 
 
@@ -278,11 +279,14 @@ class Client:
         fingerprint: bytes = NAMESPACE,
         engine_id: str = "engine",
         descriptors: Path | None = None,
+        text: str = "a namespace",
+        credentials: dict[str, Any] | None = None,
     ) -> None:
+        """`credentials`: the keywords of `protos.channel.open_channel`."""
         self.payload_bytes = payload_bytes
         self.key_bytes = key_bytes
         self.stream_timeout_s = TIMEOUT_S
-        self.channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self.channel = open_channel(target, _OPTIONS, **(credentials or {}))
         self.stub = pb_grpc.KvCacheStub(self.channel)
         request = pb.AttachRequest(
             protocol_version=1,
@@ -290,9 +294,7 @@ class Client:
             engine_id=engine_id,
             client_name="test",
             pid=os.getpid(),
-            namespace=pb.Namespace(
-                fingerprint=fingerprint, text="a namespace", key_bytes=key_bytes, num_shards=num_shards
-            ),
+            namespace=pb.Namespace(fingerprint=fingerprint, text=text, key_bytes=key_bytes, num_shards=num_shards),
             wants_descriptors=descriptors is not None,
         )
         if shard is not None:
@@ -353,6 +355,9 @@ class Client:
                 new.append(segment_id)
         return new
 
+    def flush(self, fingerprint: bytes = b"", tenant: str = "") -> Any:
+        return self.stub.Flush(pb.FlushRequest(fingerprint=fingerprint, tenant=tenant), timeout=TIMEOUT_S)
+
     def is_mapped(self) -> bool:
         stats = self.stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
         return any(session.session_id == self.id and session.mapped for session in stats.sessions)
@@ -389,8 +394,9 @@ class Client:
         wait_until(lambda: slots.extend(self.reserve(num_slots - len(slots))[0]) or len(slots) == num_slots, "slots")
         return slots
 
-    def commit(self, slots: Sequence[int], keys: Sequence[bytes], start: int = 0) -> list[int]:
-        request = pb.CommitRequest(session_id=self.id, slots=np.array(slots, "<u8").tobytes(), **batch(keys, start))
+    def commit(self, slots: Sequence[int], keys: Sequence[bytes], start: int = 0, checksums: bytes = b"") -> list[int]:
+        fields = {**batch(keys, start), "checksums": checksums}
+        request = pb.CommitRequest(session_id=self.id, slots=np.array(slots, "<u8").tobytes(), **fields)
         return list(self.stub.Commit(request, timeout=TIMEOUT_S).statuses)
 
     # --- bytes
