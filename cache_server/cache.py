@@ -672,6 +672,10 @@ class Cache:
         """Those that are here."""
         return [namespace for namespace in self._namespaces.values() if namespace.tenant == tenant]
 
+    def has_blocks(self, kept: bytes) -> bool:
+        """Of a namespace; empty: of any."""
+        return any(len(one.index) for one in self._namespaces.values() if kept in (b"", one.fingerprint))
+
     def shard_descriptor(self, kept: bytes, shard: int) -> bytes:
         """How a shard's payloads are laid out; empty: it is not here."""
         namespace = self._namespaces.get(kept)

@@ -35,10 +35,11 @@ class LowerTier:
 
     def __init__(self, config: RedisConfig, cache: Cache, growth: Growth, gate: Gate) -> None:
         self._cache = cache
-        self.tier = GenerationTier(config, cache.shard_descriptor, self._flushed_elsewhere)
+        self.tier = GenerationTier(config, cache.shard_descriptor, cache.has_blocks, self._flushed_elsewhere)
         self._write_behind = WriteBehind(cache, self.tier, config.queue_bytes)
         self._promotion = Promotion(cache, self.tier, gate, growth.wait, growth.nudge, time.monotonic)
         self._tasks: list[asyncio.Task[None]] = []
+        self._meeting: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Connect and measure. TierRefusedError: the settings are wrong; a tier that is down is no error."""
@@ -60,6 +61,12 @@ class LowerTier:
     ) -> Outlook:
         """Bring up what memory lacks for a lookup; returns when the lookup should be answered."""
         return await self._promotion.extend(session_id, packed_keys, first, wait_s, recompute_us)
+
+    def meet(self, namespace: bytes) -> None:
+        """An engine attached."""
+        task = asyncio.create_task(self.tier.meet(namespace))
+        self._meeting.add(task)
+        task.add_done_callback(self._meeting.discard)
 
     async def flush(self, namespace: bytes) -> bool:
         """Nothing of the namespace (empty: of any) goes down or comes up any more; whether Redis knows it yet.

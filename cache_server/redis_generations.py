@@ -63,12 +63,15 @@ class GenerationTier(RedisTier):
         self,
         config: RedisConfig,
         descriptor_of: Callable[[bytes, int], bytes],
+        has_blocks: Callable[[bytes], bool],
         changed: Callable[[bytes], None],
     ) -> None:
-        """`descriptor_of` (namespace, shard); `changed` hears of a namespace, or ALL, that another daemon flushed."""
+        """`descriptor_of` (namespace, shard); `has_blocks`: memory has some of a namespace, or of ALL; `changed` hears
+        of one that another daemon flushed."""
         super().__init__(config)
         self._prefix = config.prefix
         self._descriptor_of = descriptor_of
+        self._has_blocks = has_blocks
         self._changed = changed
         self._known: dict[bytes, bytes] = {}  # namespace or ALL → generation
         self._pending: set[bytes] = set()  # not set in Redis yet
@@ -121,6 +124,13 @@ class GenerationTier(RedisTier):
             await self._publish(namespace)
         return namespace not in self._pending
 
+    async def meet(self, namespace: bytes) -> None:
+        """An engine attached to it: what generation it has is to be known before there are blocks."""
+        unknown = {ALL, namespace} - self._known.keys()
+        if unknown and self.is_up:
+            with suppress(TierDownError):
+                await self._learn(list(unknown))
+
     async def follow(self) -> None:
         """For ever: tell Redis what it could not be told, and look what others have flushed."""
         while True:
@@ -143,6 +153,9 @@ class GenerationTier(RedisTier):
             found = value if isinstance(value, bytes) and len(value) == GENERATION_BYTES else NO_GENERATION
             if known is None:
                 self._set(namespace, found)
+                # Saved before Redis could be asked, and flushed once: nobody knows which came first.
+                if found != NO_GENERATION and self._has_blocks(namespace):
+                    self._changed(namespace)
             elif found == NO_GENERATION != known:
                 await self.ask([self._marker(namespace)], partial(_set_if_absent, known))
             elif found != known:

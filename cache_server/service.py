@@ -204,6 +204,8 @@ class Service:
             attachment = _attachment(request, caller.tenant, is_near)
             rights = self._guard.admit(caller, attachment.fingerprint, attachment.text, attachment.key_bytes)
             session = self._cache.attach(replace(attachment, rights=rights, token_digest=caller.digest))
+        if self._lower is not None:
+            self._lower.meet(session.namespace.fingerprint)
         closing = self._closing[session.id] = self._loop.create_future()
         try:
             ticket = self._cache.sessions.issue_ticket(session) if session.awaits_descriptors else b""
