@@ -52,6 +52,7 @@ class Clients:
             self.end_put: 4,
             self.hold: 3,
             self.drop: 4,
+            self.lose: 0.5,
             self.pass_time: 2,
             self.flush: 0.2,
         }
@@ -138,6 +139,14 @@ class Clients:
     def drop(self) -> None:
         if self.held:
             self.cache.drop_payload(self.held.pop())
+
+    def lose(self) -> None:
+        """A payload turns out to be broken, leased or not."""
+        keys = self.random.choice(CHAINS)
+        held = self.cache.hold_payload(self.random.choice(self.workers), self.random.choice(keys))
+        if held is not None:
+            self.cache.lose_payload(held)
+            self.cache.drop_payload(held)
 
     def pass_time(self) -> None:
         self.clock.advance(self.random.choice([0.5, 9.0, 31.0]))

@@ -48,6 +48,7 @@ class Engine:
         attach: bool = True,
         call_timeout_s: float = 1.0,
         load_timeout_s: float = 5.0,
+        verify_loads: bool = False,
     ) -> None:
         self.engine_id = f"engine-{next(_engines)}"
         self._address = address
@@ -55,6 +56,7 @@ class Engine:
         self._num_ranks = num_ranks
         self._call_timeout_s = call_timeout_s
         self._load_timeout_s = load_timeout_s
+        self._verify_loads = verify_loads
         self.asker = self._line(None, None)
         self.ranks = [self.add_rank(i) for i in range(num_ranks)]
         self.asker.start()
@@ -77,6 +79,7 @@ class Engine:
             ),
             call_timeout_s=self._call_timeout_s,
             transfer_timeout_s=10.0,
+            wants_checksums=self._verify_loads,
         )
 
     def add_rank(self, shard: int) -> Rank:
