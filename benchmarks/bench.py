@@ -66,7 +66,9 @@ def wait_until_serving(address: str, process: "subprocess.Popen[bytes]", log: Pa
 
 
 @contextlib.contextmanager
-def client(address: str, *, payload_bytes: int = 0, shard: int | None = None) -> Iterator[CacheClient]:
+def client(
+    address: str, *, payload_bytes: int = 0, shard: int | None = None, wants_checksums: bool = False
+) -> Iterator[CacheClient]:
     """An attached client: the scheduler side (shard None) or a worker of one engine."""
     line = CacheClient(
         address,
@@ -83,6 +85,7 @@ def client(address: str, *, payload_bytes: int = 0, shard: int | None = None) ->
         ),
         call_timeout_s=5.0,
         transfer_timeout_s=30.0,
+        wants_checksums=wants_checksums,
     )
     line.start()
     try:

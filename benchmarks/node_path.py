@@ -6,7 +6,9 @@ Beside every figure, in the same run: the same 64 blocks copied one by one with 
 `/ numpy`), one torch copy of all of them (`/ torch`), and, for streams, the same bytes sent through bare gRPC.
 Save is what the engine waits for: free slots, the copy, the queueing of the commit; the commit itself runs beside it.
 Load is from the plan of a step to the report: generations, the copy, generations again, by the transfer threads;
-`lookup + load` adds the question to the server before it.
+`lookup + load` adds the question to the server before it. `verified load` is the same with the setting `verify_loads`:
+every payload's checksum is made from its slot before it is copied; a stream is verified in any case. `checksums` is
+what a save pays for them, on the saver's thread beside the engine: 64 sums over slots, nothing else.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import time
 import grpc
 import numpy as np
 import torch
+import xxhash
 
 from benchmarks.bench import client, median, rounds, server, table
 from connector.client import CHUNK_BYTES, CacheClient, LookupAnswer
@@ -50,9 +53,10 @@ def engine_pages(num_layers: int) -> tuple[KVLayout, list[torch.Tensor]]:
 class Bench:
     """One worker and one scheduler-side line on one address."""
 
-    def __init__(self, worker: WorkerSide, asker: CacheClient, order: list[int]) -> None:
+    def __init__(self, worker: WorkerSide, asker: CacheClient, verifier: CacheClient, order: list[int]) -> None:
         self.worker = worker
         self.asker = asker
+        self.verifier = verifier  # asks for checksums too
         self.order = order
         self.round = 0
         self.stored = 0
@@ -81,8 +85,8 @@ class Bench:
             time.sleep(0.002)
         raise RuntimeError(f"{self.stored} blocks stored of {self.round * NUM_BLOCKS}")
 
-    def ask(self) -> LookupAnswer:
-        call = self.asker.lookup(self._keys(), 0, lease=True, recompute_us_per_block=1e6)
+    def ask(self, asker: CacheClient | None = None) -> LookupAnswer:
+        call = (asker or self.asker).lookup(self._keys(), 0, lease=True, recompute_us_per_block=1e6)
         assert call is not None
         call.wait(5)
         answer = call.answer()
@@ -96,12 +100,18 @@ class Bench:
         """Seconds from the plan to the report of the last byte in the engine's pages."""
         return self._load(self.ask())
 
+    def verified_load(self) -> float:
+        """The same with `verify_loads`."""
+        answer = self.ask(self.verifier)
+        assert answer.checksums is not None and answer.checksums.all()
+        return self._load(answer, self.verifier)
+
     def ask_and_load(self) -> float:
         started = time.perf_counter()
         answer = self.ask()
         return time.perf_counter() - started + self._load(answer)
 
-    def _load(self, answer: LookupAnswer) -> float:
+    def _load(self, answer: LookupAnswer, asker: CacheClient | None = None) -> float:
         self.num_loads += 1
         request_id = f"load-{self.num_loads}"
         spec = LoadSpec(
@@ -112,6 +122,7 @@ class Bench:
             answer.generations.tobytes(),
             answer.lease_id,
             answer.server_epoch,
+            b"" if answer.checksums is None else answer.checksums.tobytes(),
         )
         started = time.perf_counter()
         self.worker.start_loads([spec])
@@ -119,7 +130,7 @@ class Bench:
             time.sleep(0.0002)
         elapsed = time.perf_counter() - started
         assert not self.worker.take_failed_blocks()
-        self.asker.release([answer.lease_id])
+        (asker or self.asker).release([answer.lease_id])
         return elapsed
 
 
@@ -172,6 +183,7 @@ def main() -> None:
             with (
                 client(address, payload_bytes=layout.payload_bytes, shard=0) as line,
                 client(unix_address) as asker,
+                client(unix_address, wants_checksums=True) as verifier,
             ):
                 worker = WorkerSide(
                     line, layout, block_size=16, shard=0, slots_ahead=4 * NUM_BLOCKS, staging_bytes=512 << 20,
@@ -180,7 +192,7 @@ def main() -> None:
                 worker.start()
                 time.sleep(1.0)  # slots are reserved and touched
                 for order_name, order in (("contiguous", contiguous), ("scattered", scattered)):
-                    bench = Bench(worker, asker, order)
+                    bench = Bench(worker, asker, verifier, order)
                     bench.round = hash((path, order_name)) % 10**9 * 1000
                     bench.stored = bench.round * NUM_BLOCKS
                     raw = RawStream()
@@ -190,13 +202,18 @@ def main() -> None:
                         "save": bench.save,
                         "load": bench.load,
                         "lookup + load": bench.ask_and_load,
+                        "verified load": bench.verified_load,
+                        "checksums": lambda: [xxhash.xxh3_64_intdigest(row) for row in target],
                         "raw put": raw.put,
                         "raw get": raw.get,
                     }
                     seconds = {name: median(values) for name, values in rounds(cases, args.rounds).items()}
                     raw.close()
                     check_bytes(tensors, order)
-                    for verb, bare in (("save", "raw put"), ("load", "raw get"), ("lookup + load", "raw get")):
+                    verbs = {"save": "raw put", "load": "raw get", "lookup + load": "raw get"}
+                    if path == "mapped slots":
+                        verbs |= {"verified load": "", "checksums": ""}
+                    for verb, bare in verbs.items():
                         rows.append(
                             [
                                 f"{path}, {verb}, {order_name} block_ids",
