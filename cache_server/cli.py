@@ -18,6 +18,7 @@ from cache_server.commands.ask import json_parameter
 from cache_server.commands.completion import completion
 from cache_server.commands.flush import flush
 from cache_server.commands.health import health
+from cache_server.commands.keys import keys
 from cache_server.commands.ls import ls
 from cache_server.commands.stats import stats
 from cache_server.commands.text import fail
@@ -188,5 +189,5 @@ def check(context: click.Context, /, as_json: bool, **values: Any) -> None:
 for _callback in (config, check):
     _options = [*settings_of(serve), json_parameter()]
     main.add_command(SettingsCommand(_callback.__name__, params=_options, callback=_callback, help=_callback.__doc__))
-for _command in (stats, top, ls, flush, warm, health, completion, token):
+for _command in (stats, top, ls, flush, warm, health, completion, keys, token):
     main.add_command(_command)

@@ -42,7 +42,11 @@ _CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32"
 
 # Load formats that read the same safetensors files; all others may read others of the same folder.
 _SAFETENSORS_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors"})
-_MAX_SHOWN_VALUE = 80  # of the model's configuration, in characters; longer values enter as their hash
+# Of the model's configuration: longer values, larger tables, and a configuration that would be longer than that as a
+# whole, enter as their hash. The server takes a text of 64 KiB.
+_MAX_SHOWN_VALUE = 80
+_MAX_SHOWN_KEYS = 200
+_MAX_SHOWN_CONFIG = 32 << 10
 
 # Says where the configuration was read and by which library, not what it is.
 _CONFIG_KEYS_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "name_or_path", "_commit_hash"})
@@ -278,14 +282,18 @@ def _remote_code(model: Any) -> dict[str, Any]:
 
 def _shown(fields: Any) -> Any:
     """Short values as they are, for people who ask why two engines do not share; long ones as their SHA-256."""
-    if isinstance(fields, dict):
-        return {name: _shown_value(value) for name, value in fields.items()}
-    return _shown_value(fields)
+    shown = _shown_value(fields)
+    return shown if len(json.dumps(shown)) <= _MAX_SHOWN_CONFIG else _digest(fields)
 
 
 def _shown_value(value: Any) -> Any:
-    text = json.dumps(value, sort_keys=True)
-    return value if len(text) <= _MAX_SHOWN_VALUE else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    if isinstance(value, dict) and len(value) <= _MAX_SHOWN_KEYS:
+        return {name: _shown_value(item) for name, item in value.items()}
+    return value if len(json.dumps(value)) <= _MAX_SHOWN_VALUE else _digest(value)
+
+
+def _digest(value: Any) -> str:
+    return f"sha256:{hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()}"
 
 
 def _hf_config_fields(hf_config: Any) -> Any:

@@ -300,6 +300,21 @@ def test_the_models_own_program_counts_by_its_content(model: Path) -> None:
     assert len({fingerprint(vllm_config(model)) for _ in range(2)}) == 1
 
 
+@pytest.mark.parametrize("changed", [0, 499, 1999])
+def test_a_huge_configuration_has_a_short_text_and_counts_as_a_whole(model: Path, changed: int) -> None:
+    """The server takes texts of 64 KiB."""
+
+    def with_labels(**more: str) -> Namespace:
+        tables = {f"table{n}": {f"key{i}": "x" * 60 for i in range(200)} for n in range(10)}
+        tables[f"table{changed // 200}"].update({f"key{changed % 200}": "x" * 60, **more})
+        return made(vllm_config(model, model__hf_config=HfConfig(**tables)))
+
+    plain, other = with_labels(), with_labels(**{f"key{changed % 200}": "y" * 60})
+    assert len(plain.text) < 1 << 16
+    assert plain.fingerprint != other.fingerprint
+    assert with_labels().fingerprint == plain.fingerprint
+
+
 def test_fp8_is_its_long_name(model: Path) -> None:
     """`fp8` is vLLM's short name of fp8_e4m3."""
     short, long = (fingerprint(vllm_config(model, cache__cache_dtype=name)) for name in ("fp8", "fp8_e4m3"))
