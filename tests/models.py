@@ -45,7 +45,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 VOCABULARY = 2000  # token ids below this are ordinary ones in every model here
 
 
-def write_model(name: str, path: Path) -> Path:
+def write_model(name: str, path: Path, seed: int = 0) -> Path:
     """Writes model `name` to the folder `path`, unless it is complete there already. Returns `path`."""
     done = path / "complete"
     if done.exists():
@@ -53,11 +53,36 @@ def write_model(name: str, path: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**LLAMAS[name]))
     model.to(torch.bfloat16).save_pretrained(path)
     _tokenizer().save_pretrained(path)
     done.touch()
+    return path
+
+
+def write_adapter(model: str, path: Path, seed: int) -> Path:
+    """Writes a LoRA adapter of `model`'s attention to the folder `path`: as peft would, with random weights."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    settings = LLAMAS[model]
+    hidden, head = settings["hidden_size"], settings["head_dim"]
+    widths = {"q_proj": settings["num_attention_heads"] * head, "v_proj": settings["num_key_value_heads"] * head}
+    generator = torch.Generator().manual_seed(seed)
+    rank = 8
+    weights = {}
+    for layer in range(settings["num_hidden_layers"]):
+        for name, width in widths.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.3
+            weights[f"{place}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.3
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(widths), "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return path
 
 

@@ -5,6 +5,7 @@
 Each line on stdin is a command, each line on stdout its answer; everything that vLLM writes goes to stderr.
 
     {"do": "generate", "prompts": [[1, 2, …], …], "sampling": {…}}    sampling: one, or a list as long as prompts
+        "salts": ["a", null, …], "loras": [["name", 1, "/path"], null, …]    may follow, as long as prompts
         → {"requests": [{"token_ids": […], "num_cached_tokens": n, "first_token_s": s, "finish_reason": "length"}, …]}
     {"do": "reset", "connector": false}   forget the engine's own prefix cache → {"reset": true}
     {"do": "metrics"}                     → {"metrics": [[name, {label: value}, value], …]}
@@ -43,13 +44,25 @@ def main() -> None:
     del llm
 
 
-def generate(llm: Any, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+def generate(
+    llm: Any,
+    prompts: list[list[int]],
+    sampling: dict[str, Any] | list[dict[str, Any]],
+    salts: list[str | None] | None = None,
+    loras: list[list[Any] | None] | None = None,
+) -> dict[str, Any]:
+    from vllm.lora.request import LoRARequest
+
     each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     began = time.monotonic()
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [
+            {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt is not None else {})
+            for prompt, salt in zip(prompts, salts or [None] * len(prompts), strict=True)
+        ],
         [sampling_params(one) for one in each],
         use_tqdm=False,
+        lora_request=[lora and LoRARequest(*lora) for lora in loras] if loras else None,
     )
     took_s = time.monotonic() - began
     return {

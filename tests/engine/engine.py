@@ -96,10 +96,16 @@ class Engine:
         return self
 
     def generate(
-        self, *prompts: list[int], sampling: list[dict[str, Any]] | None = None, **params: Any
+        self,
+        *prompts: list[int],
+        sampling: list[dict[str, Any]] | None = None,
+        salts: list[str | None] | None = None,
+        loras: list[list[Any] | None] | None = None,
+        **params: Any,
     ) -> list[Answer]:
-        """All of `prompts` at once. `params` are sampling parameters of every request, `sampling` of each."""
-        said = self._ask("generate", prompts=list(prompts), sampling=sampling or params)
+        """All of `prompts` at once. `params` are sampling parameters of every request, `sampling` of each; so are
+        cache salts, and adapters as [name, number, path]."""
+        said = self._ask("generate", prompts=list(prompts), sampling=sampling or params, salts=salts, loras=loras)
         return [Answer(**one) for one in said["requests"]]
 
     def generate_one(self, prompt: list[int], **params: Any) -> Answer:
