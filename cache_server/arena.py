@@ -139,8 +139,9 @@ class Arena:
 
     @property
     def wants_segment(self) -> bool:
-        """The budget has room and no segment lies ready."""
-        lies_ready = any(not self._owners.get(spare.id) for spare in self._spares)
+        """The budget has room and no segment lies ready that anybody may have."""
+        anybody = None if self._quotas else ""
+        lies_ready = any(self._owners.get(spare.id, anybody) == anybody for spare in self._spares)
         return self.num_segments < self.max_segments and not lies_ready and not self._num_touching
 
     @property
@@ -176,13 +177,22 @@ class Arena:
         """The machine has no more memory: live with what there is."""
         self.max_segments = self.num_segments
 
-    def adopt(self, segment: Segment, slot_class: SlotClass | None, named: Slots, held: Slots) -> None:
+    def adopt(
+        self,
+        segment: Segment,
+        slot_class: SlotClass | None,
+        named: Slots,
+        held: Slots,
+        owner: str | None = None,
+    ) -> None:
         """A touched segment of an earlier server, cut for a class or spare. `held`: somebody may still write there.
 
         Whoever reads a slot that has no name here reads something that is over: those generations are raised.
         """
         assert self.num_segments < self.max_segments, f"{self.num_segments} of {self.max_segments} segments"
         self._next_segment_id = max(self._next_segment_id, segment.id + 1)
+        if owner is not None:
+            self._owners[segment.id] = owner
         if slot_class is None:
             assert not len(named) and not len(held), f"segment {segment.id} has slots and no class"
             self._spares.append(segment)
@@ -239,12 +249,20 @@ class Arena:
         return False
 
     def take_discarded(self) -> list[Segment]:
-        """Segments to `discard`, off the event loop, before others are made in their place."""
+        """Segments whose pages have to be given back, off the event loop, before others are made in their place."""
         discarded, self._discarded = self._discarded, []
         return discarded
 
+    def drop_discarded(self, segment: Segment) -> None:
+        """Its pages were given back."""
+        self._drop_segment(segment)
+
+    def owner_of(self, segment: Segment) -> str | None:
+        """The tenant that has seen it; None: nobody has."""
+        return self._owners.get(segment.id)
+
     def _is_open_to(self, segment: Segment, tenant: str) -> bool:
-        return self._owners.get(segment.id) in (None, "", tenant)
+        return self._owners.get(segment.id, tenant) == tenant
 
     # --- classes --------------------------------------------------------------------------------------------
 

@@ -97,9 +97,13 @@ class Cache:
         self._num_tenants = 1
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Bytes per tenant; none: there are no tenants."""
+        """Bytes per tenant; none: there are no tenants. Blocks of tenants that are none any more go."""
         self.arena.set_quotas(quotas)
         self._num_tenants = max(len(quotas), 1)
+        for namespace in self.namespaces:
+            if namespace.tenant not in (quotas or {""}):
+                self.flush(namespace.fingerprint)
+                self._forget_if_idle(namespace)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -672,9 +676,18 @@ class Cache:
         """Those that are here."""
         return [namespace for namespace in self._namespaces.values() if namespace.tenant == tenant]
 
-    def has_blocks(self, kept: bytes) -> bool:
-        """Of a namespace; empty: of any."""
-        return any(len(one.index) for one in self._namespaces.values() if kept in (b"", one.fingerprint))
+    def generations_of_blocks(self, kept: bytes) -> set[bytes]:
+        """Under which generation a namespace's blocks are here; empty: those of all namespaces. None: no blocks."""
+        with_blocks = [one for one in self._namespaces.values() if len(one.index)]
+        if not kept:
+            return {one.generations[:8] for one in with_blocks}
+        return {one.generations[8:] for one in with_blocks if one.fingerprint == kept}
+
+    def note_generations(self, kept: bytes, of_all: bytes, of_it: bytes) -> None:
+        """What Redis says of a namespace that is here."""
+        namespace = self._namespaces.get(kept)
+        if namespace is not None:
+            namespace.generations = of_all + of_it
 
     def shard_descriptor(self, kept: bytes, shard: int) -> bytes:
         """How a shard's payloads are laid out; empty: it is not here."""

@@ -48,7 +48,8 @@ class Growth:
         """Touch what is wanted now."""
         while self._arena.wants_segment and self._is_open:
             for segment in self._arena.take_discarded():
-                await asyncio.to_thread(segment.discard)
+                await asyncio.to_thread(segment.give_back_pages)
+                self._arena.drop_discarded(segment)
             try:
                 segment = self._arena.begin_segment()
             except OSError as error:

@@ -341,9 +341,14 @@ class Index:
     # --- all at once ----------------------------------------------------------------------------------------
 
     def columns(self) -> Columns:
-        """Everything, except for blocks that can never be reached: their parent is here at another depth."""
-        live = self._live[: self._next_row]
-        is_child = (self.depth[: self._next_row] > 0) & (self.parent[: self._next_row] == 0)
+        """Everything, except for blocks that can never be reached: their parent is here at another depth.
+
+        A block that has lost its only payload (`lose`) is not here any more; what extends it waits for it.
+        """
+        has_payload = self.num_present[: self._next_row] > 0
+        live = self._live[: self._next_row] & has_payload
+        parent = np.where(has_payload[self.parent[: self._next_row]], self.parent[: self._next_row], 0)
+        is_child = (self.depth[: self._next_row] > 0) & (parent == 0)
         is_orphan = np.zeros(len(live), dtype=np.bool_)
         is_orphan[list(self._awaits)] = True
         is_orphan &= is_child & live
@@ -352,7 +357,7 @@ class Index:
         while True:
             positions = np.zeros(self._next_row, dtype=np.uint32)
             positions[rows] = np.arange(1, len(rows) + 1, dtype=np.uint32)
-            lost = (self.parent[rows] != 0) & (positions[self.parent[rows]] == 0)
+            lost = (parent[rows] != 0) & (positions[parent[rows]] == 0)
             if not lost.any():
                 break
             rows = rows[~lost]
@@ -360,7 +365,7 @@ class Index:
         waited_for = b"".join(self._awaits[row] for row in rows[orphans].tolist())
         return Columns(
             self._keys[rows],
-            positions[self.parent[rows]],
+            positions[parent[rows]],
             self.depth[rows].astype(np.uint32),
             self.last_use[rows],
             self.slots[rows],

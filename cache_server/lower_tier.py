@@ -35,7 +35,13 @@ class LowerTier:
 
     def __init__(self, config: RedisConfig, cache: Cache, growth: Growth, gate: Gate) -> None:
         self._cache = cache
-        self.tier = GenerationTier(config, cache.shard_descriptor, cache.has_blocks, self._flushed_elsewhere)
+        self.tier = GenerationTier(
+            config,
+            cache.shard_descriptor,
+            cache.generations_of_blocks,
+            cache.note_generations,
+            self._flushed_elsewhere,
+        )
         self._write_behind = WriteBehind(cache, self.tier, config.queue_bytes)
         self._promotion = Promotion(cache, self.tier, gate, growth.wait, growth.nudge, time.monotonic)
         self._tasks: list[asyncio.Task[None]] = []

@@ -17,6 +17,7 @@ from cache_server.errors import InvalidRequest, Mismatch
 from cache_server.index import Index
 from cache_server.values import Attachment
 
+NO_GENERATIONS = bytes(16)
 MAX_SHARDS = 256  # tensor times pipeline parallel size; columns of the index are that wide
 
 
@@ -37,6 +38,7 @@ class Namespace:
     index: Index
     tenant: str = ""
     given: bytes = b""  # the fingerprint as clients compute it
+    generations: bytes = NO_GENERATIONS  # of everything and of it, in Redis, as far as known (`redis_generations.py`)
     shards: dict[int, ShardLayout] = field(default_factory=dict)
     flush_epoch: int = 0
     created_at: float = 0.0  # monotonic seconds: when the first session attached

@@ -63,15 +63,17 @@ class GenerationTier(RedisTier):
         self,
         config: RedisConfig,
         descriptor_of: Callable[[bytes, int], bytes],
-        has_blocks: Callable[[bytes], bool],
+        generations_of_blocks: Callable[[bytes], set[bytes]],
+        note: Callable[[bytes, bytes, bytes], None],
         changed: Callable[[bytes], None],
     ) -> None:
-        """`descriptor_of` (namespace, shard); `has_blocks`: memory has some of a namespace, or of ALL; `changed` hears
-        of one that another daemon flushed."""
+        """`descriptor_of` (namespace, shard); `generations_of_blocks`: under which memory has blocks of a namespace, or
+        of ALL; `note` hears of a namespace's generations, of ALL and its own; `changed` of one that others flushed."""
         super().__init__(config)
         self._prefix = config.prefix
         self._descriptor_of = descriptor_of
-        self._has_blocks = has_blocks
+        self._generations_of_blocks = generations_of_blocks
+        self._note = note
         self._changed = changed
         self._known: dict[bytes, bytes] = {}  # namespace or ALL → generation
         self._pending: set[bytes] = set()  # not set in Redis yet
@@ -130,6 +132,7 @@ class GenerationTier(RedisTier):
         if unknown and self.is_up:
             with suppress(TierDownError):
                 await self._learn(list(unknown))
+        self._tell_generations()
 
     async def follow(self) -> None:
         """For ever: tell Redis what it could not be told, and look what others have flushed."""
@@ -152,9 +155,10 @@ class GenerationTier(RedisTier):
                 continue  # flushed here meanwhile, or learnt by another question
             found = value if isinstance(value, bytes) and len(value) == GENERATION_BYTES else NO_GENERATION
             if known is None:
+                # Saved before Redis could be asked, or by the server before this one: nobody knows which came first.
+                is_doubtful = bool(self._generations_of_blocks(namespace) - {found})
                 self._set(namespace, found)
-                # Saved before Redis could be asked, and flushed once: nobody knows which came first.
-                if found != NO_GENERATION and self._has_blocks(namespace):
+                if is_doubtful:
                     self._changed(namespace)
             elif found == NO_GENERATION != known:
                 await self.ask([self._marker(namespace)], partial(_set_if_absent, known))
@@ -177,6 +181,12 @@ class GenerationTier(RedisTier):
     def _set(self, namespace: bytes, generation: bytes) -> None:
         self._known[namespace] = generation
         self._stored.clear()
+        self._tell_generations()
+
+    def _tell_generations(self) -> None:
+        for namespace in self._known:
+            if namespace != ALL:
+                self._note(namespace, self._known.get(ALL, NO_GENERATION), self._known[namespace])
 
     def _marker(self, namespace: bytes) -> bytes:
         return f"{self._prefix}:generation:{namespace.hex()}".encode()

@@ -102,15 +102,14 @@ class Segment:
             os.posix_fallocate(self.fd, offset, length)
         self.generations[:] = 0
 
-    def discard(self) -> None:
-        """Give the pages back although somebody may still have them mapped. Slow: call it in a thread.
+    def give_back_pages(self) -> None:
+        """Although somebody may still have them mapped. Slow: call it in a thread. It is of no use afterwards.
 
         Who reads there afterwards reads zeros under another generation; who writes there is charged for it.
         """
         self.generations += np.uint32(1)
         for offset in range(0, self.num_bytes, _TOUCH_STEP_BYTES):
             _libc.fallocate(self.fd, _PUNCH_HOLE, offset, min(_TOUCH_STEP_BYTES, self.num_bytes - offset))
-        self.close()
 
     def close(self) -> None:
         """Give up the descriptors; the memory goes with the last mapping of it."""

@@ -19,12 +19,13 @@ import xxhash
 
 from cache_server.arena import Slots, segments_of
 from cache_server.index import Columns
-from cache_server.namespaces import MAX_SHARDS
+from cache_server.namespaces import MAX_SHARDS, NO_GENERATIONS
 from cache_server.persist import Stamp
 from cache_server.segments import GRANULE_BYTES
+from cache_server.tenants import kept_as
 
 MAGIC: Final = b"prefixdS"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _HEADER: Final = struct.Struct("<8sII16sQQQ16s")  # magic, version, zero, boot, segment bytes, manifest, body, checksum
 _MAX_NUMBER: Final = 1 << 63
 
@@ -42,6 +43,7 @@ class KeptSegment:
     payload_bytes: int
     stamps: tuple[Stamp, Stamp]
     generations_checksum: int
+    owner: str | None = None  # the tenant that has seen it; None: nobody has
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class KeptNamespace:
     shards: list[KeptShard]
     columns: Columns
     held: Slots  # reserved by sessions that were not over: somebody may still write there
+    tenant: str = ""
+    given: bytes = b""  # the fingerprint as clients compute it
+    generations: bytes = NO_GENERATIONS  # in Redis, when the server stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ def pack(snapshot: Snapshot) -> bytes:
                     "payload_bytes": segment.payload_bytes,
                     "stamps": [[stamp.device, stamp.inode, stamp.num_bytes] for stamp in segment.stamps],
                     "generations_checksum": segment.generations_checksum,
+                    "owner": segment.owner,
                 }
                 for segment in snapshot.segments
             ],
@@ -97,6 +103,9 @@ def pack(snapshot: Snapshot) -> bytes:
                 {
                     "fingerprint": namespace.fingerprint.hex(),
                     "text": namespace.text,
+                    "tenant": namespace.tenant,
+                    "given": namespace.given.hex(),
+                    "generations": namespace.generations.hex(),
                     "key_bytes": namespace.columns.keys.shape[1] * 8,
                     "num_shards": namespace.num_shards,
                     "shards": [
@@ -185,7 +194,15 @@ def _read(body: memoryview, manifest_bytes: int, boot: bytes, segment_bytes: int
         shards = [KeptShard(_number(i), _number(size), bytes.fromhex(d)) for i, size, d in entry["shards"]]
         namespaces.append(
             KeptNamespace(
-                bytes.fromhex(entry["fingerprint"]), str(entry["text"]), num_shards, shards, Columns(*columns), held
+                bytes.fromhex(entry["fingerprint"]),
+                str(entry["text"]),
+                num_shards,
+                shards,
+                Columns(*columns),
+                held,
+                str(entry["tenant"]),
+                bytes.fromhex(entry["given"]),
+                bytes.fromhex(entry["generations"]),
             )
         )
     reader.end()
@@ -196,6 +213,7 @@ def _read(body: memoryview, manifest_bytes: int, boot: bytes, segment_bytes: int
             _number(entry["payload_bytes"]),
             _stamps(entry["stamps"]),
             int(entry["generations_checksum"]),
+            None if entry["owner"] is None else str(entry["owner"]),
         )
         for entry in manifest["segments"]
     ]
@@ -249,11 +267,18 @@ def _check(snapshot: Snapshot, max_segments: int) -> None:
     fingerprints = [namespace.fingerprint for namespace in snapshot.namespaces]
     if len(set(fingerprints)) != len(fingerprints) or any(len(fingerprint) != 32 for fingerprint in fingerprints):
         raise SnapshotError("namespaces are not distinct")
+    for namespace in snapshot.namespaces:
+        if kept_as(namespace.tenant, namespace.given) != namespace.fingerprint:
+            raise SnapshotError("a namespace is not the tenant's that it names")
+        if len(namespace.generations) != len(NO_GENERATIONS):
+            raise SnapshotError(f"generations of {len(namespace.generations)} bytes")
     for segment in snapshot.segments:
         if segment.payload_bytes == 0:
             continue
         if segment.namespace >= len(snapshot.namespaces):
             raise SnapshotError(f"segment {segment.id} is of a namespace that is not there")
+        if segment.owner != snapshot.namespaces[segment.namespace].tenant:
+            raise SnapshotError(f"segment {segment.id} is another tenant's")
         sizes = {shard.payload_bytes for shard in snapshot.namespaces[segment.namespace].shards}
         if segment.payload_bytes not in sizes or segment.payload_bytes > snapshot.segment_bytes:
             raise SnapshotError(f"segment {segment.id} is cut for {segment.payload_bytes} bytes")

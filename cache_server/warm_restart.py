@@ -101,12 +101,12 @@ class WarmRestart:
         for kept in snapshot.segments:
             segment = segments[kept.id]
             if not kept.payload_bytes:
-                self.arena.adopt(segment, None, nothing, nothing)
+                self.arena.adopt(segment, None, nothing, nothing, kept.owner)
                 continue
             namespace = namespaces[kept.namespace]
             here = held[kept.namespace].get(kept.id, nothing)
-            slot_class = self.arena.slot_class(namespace.fingerprint, kept.payload_bytes)
-            self.arena.adopt(segment, slot_class, named[kept.namespace].get(kept.id, nothing), here)
+            slot_class = self.arena.slot_class(namespace.fingerprint, kept.payload_bytes, namespace.tenant)
+            self.arena.adopt(segment, slot_class, named[kept.namespace].get(kept.id, nothing), here, kept.owner)
             if len(here):
                 self._held.append((namespace, segment, here))
         cache.adopt_age(snapshot.age)
@@ -176,7 +176,8 @@ class WarmRestart:
 
     def _kept(self, segment: Segment, namespace: int, payload_bytes: int) -> KeptSegment:
         checksum = xxhash.xxh3_64_intdigest(segment.generations.data)
-        return KeptSegment(segment.id, namespace, payload_bytes, self.folder.stamps(segment.id), checksum)
+        owner = self.arena.owner_of(segment)
+        return KeptSegment(segment.id, namespace, payload_bytes, self.folder.stamps(segment.id), checksum, owner)
 
 
 def _kept_namespace(namespace: Namespace, held: list[Slots]) -> KeptNamespace:
@@ -186,7 +187,17 @@ def _kept_namespace(namespace: Namespace, held: list[Slots]) -> KeptNamespace:
     ]
     slots = np.concatenate(held) if held else np.empty(0, dtype=np.uint64)
     columns = namespace.index.columns()
-    return KeptNamespace(namespace.fingerprint, namespace.text, namespace.num_shards, shards, columns, slots)
+    return KeptNamespace(
+        namespace.fingerprint,
+        namespace.text,
+        namespace.num_shards,
+        shards,
+        columns,
+        slots,
+        namespace.tenant,
+        namespace.given,
+        namespace.generations,
+    )
 
 
 def _index_of(kept: KeptNamespace, segments: dict[int, Segment], now: float) -> Index:
@@ -206,9 +217,11 @@ def _index_of(kept: KeptNamespace, segments: dict[int, Segment], now: float) -> 
 
 
 def _namespace_of(arena: Arena, kept: KeptNamespace, index: Index) -> Namespace:
-    namespace = Namespace(kept.fingerprint, kept.text, index)
+    namespace = Namespace(
+        kept.fingerprint, kept.text, index, tenant=kept.tenant, given=kept.given, generations=kept.generations
+    )
     for shard in kept.shards:
-        slot_class = arena.slot_class(kept.fingerprint, shard.payload_bytes)
+        slot_class = arena.slot_class(kept.fingerprint, shard.payload_bytes, kept.tenant)
         namespace.shards[shard.index] = ShardLayout(shard.descriptor, slot_class)
     return namespace
 

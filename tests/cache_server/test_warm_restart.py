@@ -263,7 +263,7 @@ DOUBTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "longer": (on("snapshot", lambda path: path.write_bytes(path.read_bytes() + b"x")), r"has \d+ of \d+ bytes"),
     "a bit": (put(-1, b"\xff"), "checksum"),
     "magic": (put(0, b"prefixdV"), "begins with something else"),
-    "version": (put(8, b"\x02"), "has format 2, this server reads 1"),
+    "version": (put(8, b"\x01"), "has format 1, this server reads 2"),
     "another boot": (put(16, bytes(16)), "older than the machine's start"),
     "another segment size": (put(32, b"\x01"), "with this --memory they have"),
     "segment missing": (on("segment-*", Path.unlink), "No such file"),

@@ -45,6 +45,10 @@ class Tenants:
         digest = hashlib.sha256(self.tokens.pop(name).encode()).hexdigest()
         self._entries = [entry for entry in self._entries if digest not in entry]
 
+    def forget(self, tenant: str) -> None:
+        """It is none any more."""
+        del self._tenants[tenant]
+
     def write(self) -> Path:
         text = "".join(
             f"[tenants.{tenant}]\n" + (f'quota = "{quota}"\n' if quota else "")
