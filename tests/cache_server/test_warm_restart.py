@@ -467,6 +467,8 @@ class RestartingClients(Clients):
             for key, row in index._rows.items():
                 if index.depth[row] and not index.parent[row] and row not in index._awaits:
                     continue
+                if not index.num_present[row]:
+                    continue  # it lost its only payload: nothing of it can be found
                 found[namespace.fingerprint, key] = (
                     int(index.depth[row]),
                     index.key(int(index.parent[row])) if index.parent[row] else index._awaits.get(row),
