@@ -626,16 +626,17 @@ class CacheClient:
         return np.frombuffer(reply.slots, dtype="<u8")
 
     def commit(
-        self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32, checksums: U64
+        self, session: Session, slots: U64, keys: bytes, parents: bytes, depths: U32, checksums: U64 | None = None
     ) -> bytes | None:
-        """Names written slots. One status byte per slot, or None: nobody answered, the slots are in doubt."""
+        """Names written slots; `checksums` None: none were made. One status byte per slot, or None: nobody answered,
+        the slots are in doubt."""
         request = kv_cache_pb2.CommitRequest(
             session_id=session.session_id,
             slots=slots.astype("<u8").tobytes(),
             keys=keys,
             parent_keys=parents,
             depths=depths.astype("<u4").tobytes(),
-            checksums=checksums.astype("<u8").tobytes(),
+            checksums=b"" if checksums is None else checksums.astype("<u8").tobytes(),
         )
         try:
             reply = session.stub.Commit(request, timeout=self._transfer_timeout_s)

@@ -32,7 +32,6 @@ from cache_server.sessions import Session
 from cache_server.values import Attachment, Blocks, Shard
 from protos import kv_cache_pb2 as pb
 from protos import kv_cache_pb2_grpc as pb_grpc
-from protos.channel import open_channel
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -245,7 +244,7 @@ class ServerProcess:
         return sum(int(kib) << 10 for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", status, re.MULTILINE))
 
     def stats(self, **credentials: Any) -> Any:
-        with open_channel(self.unix, _OPTIONS, **credentials) as channel:
+        with _open(self.unix, credentials) as channel:
             return pb_grpc.KvCacheStub(channel).Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
 
 
@@ -262,6 +261,15 @@ class MappedSegment:
         self.generations.close()
         os.close(self.fd)
         os.close(self.generations_fd)
+
+
+def _open(target: str, credentials: dict[str, Any]) -> Any:
+    """Imported late: an earlier wire's stubs come without it (`tests/versions`)."""
+    if not credentials:
+        return grpc.insecure_channel(target, options=_OPTIONS)
+    from protos.channel import open_channel
+
+    return open_channel(target, _OPTIONS, **credentials)
 
 
 class Client:
@@ -286,7 +294,7 @@ class Client:
         self.payload_bytes = payload_bytes
         self.key_bytes = key_bytes
         self.stream_timeout_s = TIMEOUT_S
-        self.channel = open_channel(target, _OPTIONS, **(credentials or {}))
+        self.channel = _open(target, credentials or {})
         self.stub = pb_grpc.KvCacheStub(self.channel)
         request = pb.AttachRequest(
             protocol_version=1,
