@@ -71,7 +71,7 @@ class ConnectorConfig:
     token_file: str | None = None  # who we are: one line, TENANT.SECRET
     ca_file: str | None = None  # TLS, and who may have signed the server's certificate
     cert_file: str | None = None  # our certificate, where the server asks for one
-    key_file: str | None = None
+    key_file: str | None = None  # the key of cert_file
     tls_server_name: str | None = None  # the name in the server's certificate, where the address is another
     tenant: str = field(default="", init=False)  # whose blocks these are: what the token said at the start
 

@@ -55,7 +55,7 @@ def connector_settings() -> list[list[str]]:
     """Of the connector: the fields of `ConnectorConfig` and the comments beside them."""
     source = inspect.getsource(ConnectorConfig)
     rows = []
-    for field in dataclasses.fields(ConnectorConfig):
+    for field in (one for one in dataclasses.fields(ConnectorConfig) if one.init):
         comment = re.search(rf"^    {field.name}: [^\n#]*(?:# (.*))?$", source, re.MULTILINE)
         default = "" if field.default is dataclasses.MISSING else f"`{_json(field.default)}`"
         text = comment[1] if comment and comment[1] else ""

@@ -105,7 +105,7 @@ def test_blocks_go_both_ways_over_mutual_tls_with_a_token(tmp_path: Path, tenant
         for missing in (["token_file"], ["cert_file", "key_file"], list(all_of_it)):
             some = {name: value for name, value in all_of_it.items() if name not in missing}
             with (
-                recorded_log("prefixd.connector") as log,
+                recorded_log("vllm.prefixd") as log,
                 line(parsed(server=server.tcp, **some), attach=False) as client,
             ):
                 assert client.lookup(KEYS[0], 0, lease=True) is None
