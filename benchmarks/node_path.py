@@ -122,7 +122,7 @@ class Bench:
             answer.generations.tobytes(),
             answer.lease_id,
             answer.server_epoch,
-            b"" if answer.checksums is None else answer.checksums.tobytes(),
+            checksums=b"" if answer.checksums is None else answer.checksums.tobytes(),
         )
         started = time.perf_counter()
         self.worker.start_loads([spec])

@@ -80,7 +80,7 @@ def load_spec(answer: LookupAnswer, names: list[BlockName], block_ids: list[int]
         answer.generations.tobytes(),
         answer.lease_id,
         answer.server_epoch,
-        b"" if answer.checksums is None else answer.checksums.tobytes(),
+        checksums=b"" if answer.checksums is None else answer.checksums.tobytes(),
     )
 
 
