@@ -18,8 +18,8 @@ from tests.cache_server.harness import NAMESPACE, ROOT, Client, ServerProcess, c
 from tests.operator.conftest import Watched
 from tests.operator.test_settings import prefixd
 
-COMMANDS = ["serve", "stats", "top", "check", "ls", "flush", "warm", "config", "completion", "health"]
-WITHOUT_JSON = {"serve", "completion", "health"}  # they run, print a script, or answer with their exit status
+COMMANDS = [*"serve stats top check ls flush warm keys config token completion health".split()]
+WITHOUT_JSON = {"serve", "completion", "health", "keys", "token"}  # they run, print text, or answer with their status
 
 
 def asked(watched: Watched, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -135,7 +135,7 @@ def test_flush(tmp_path: Path) -> None:
     assert not_confirmed.returncode == 1
     assert left == 4
     assert done.stdout == f"4 blocks of {NAMESPACE.hex()[:12]} (a namespace) dropped\n"
-    assert json.loads(everything.stdout) == {"flushed_blocks": 3}
+    assert json.loads(everything.stdout) == {"flushed_blocks": 3, "redis_pending": False}
 
 
 @pytest.mark.parametrize("command", [["stats"], ["ls"], ["top", "--once"], ["flush", "--all", "--yes"]])
