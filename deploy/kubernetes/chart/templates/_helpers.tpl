@@ -124,6 +124,9 @@ containers:
       - --memory={{ .Values.server.memory }}
       {{- if eq .Values.server.mode "remote" }}
       - --listen=0.0.0.0:{{ .Values.server.port }}
+      {{- if not (contains "--tls-cert-file" (join " " .Values.server.extraArgs)) }}
+      - --insecure
+      {{- end }}
       {{- end }}
       {{- if ne .Values.redis.mode "none" }}
       - --redis={{ include "prefixd.redisUrl" . }}
