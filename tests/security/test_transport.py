@@ -417,3 +417,26 @@ def test_a_token_is_made_for_a_file(tmp_path: Path) -> None:
             server.stats(token=new_token("team-a")[0])
     assert (token("team-a", str(file)).returncode, token("Team", str(tmp_path / "x")).returncode) == (1, 2)
     assert file.read_text().strip() == secret
+
+
+def test_commands_reach_a_closed_server(
+    guarded: ServerProcess, tenants: Tenants, authority: Authority, tmp_path: Path
+) -> None:
+    """With their options or variables; without, one line says what the server refuses."""
+    file = tmp_path / "token"
+    file.write_text(tenants.tokens["operator"])
+    given = ["--server", guarded.tcp, "--ca-file", str(authority.ca), "--token-file", str(file)]
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cache_server", *arguments]
+        environment = {**os.environ, **environment}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    for command in (["stats"], ["health"], ["ls"], ["keys", "explain"], ["flush", "--all", "--yes"]):
+        done = run(*command, *given)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    by_variable = run("stats", "--server", guarded.unix, PREFIXD_TOKEN_FILE=str(file))
+    assert by_variable.returncode == 0, by_variable.stderr
+    without = run("stats", "--server", guarded.unix)
+    assert (without.returncode, len(without.stderr.splitlines())) == (1, 1)
+    assert "refuses: a token is needed" in without.stderr
