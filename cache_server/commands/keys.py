@@ -1,6 +1,7 @@
 """`prefixd keys explain`: what went into a namespace, and why two differ."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -29,24 +30,41 @@ def explain(places: tuple[str, ...], address: str) -> None:
     try:
         if len(places) > 2:
             raise ExplainError("two namespaces can be compared, not more")
-        needs_server = not places or any(_DIGITS.fullmatch(place) and not Path(place).exists() for place in places)
-        known = _known(address) if needs_server else []
-        found = [_find(place, known) for place in places]
+        if not places:
+            lines = _lines_of_all(_known(address))
+        else:
+            asked = any(_is_digits(place) for place in places)
+            known = _known(address) if asked else {}
+            found = [_find(place, known) for place in places]
+            lines = differences(*found) if len(found) == 2 else lines_of(found[0])
     except ExplainError as error:
         fail(1, str(error))
-    lines = differences(*found) if len(found) == 2 else (line for one in found or known for line in lines_of(one))
     for line in lines:
         click.echo(line)
 
 
-def _find(place: str, known: list[Described]) -> Described:
-    if Path(place).exists() or not _DIGITS.fullmatch(place):
+def _is_digits(place: str) -> bool:
+    return _DIGITS.fullmatch(place) is not None and not Path(place).exists()
+
+
+def _find(place: str, known: dict[bytes, str]) -> Described:
+    if not _is_digits(place):
         return in_file(Path(place))
-    fitting = {one.fingerprint: one for one in known if one.fingerprint.hex().startswith(place)}
+    fitting = [fingerprint for fingerprint in known if fingerprint.hex().startswith(place)]
     if len(fitting) != 1:
         raise ExplainError(f"{len(fitting)} namespaces of the server begin with {place}")
-    return next(iter(fitting.values()))
+    return described(fitting[0], known[fitting[0]])
 
 
-def _known(address: str) -> list[Described]:
-    return [described(namespace.fingerprint, namespace.text) for namespace in Server(address).stats().namespaces]
+def _lines_of_all(known: dict[bytes, str]) -> Iterator[str]:
+    """One that nobody can explain does not hide the others."""
+    for fingerprint, text in known.items():
+        try:
+            yield from lines_of(described(fingerprint, text))
+        except ExplainError as error:
+            yield str(error)
+
+
+def _known(address: str) -> dict[bytes, str]:
+    """Texts by fingerprint."""
+    return {namespace.fingerprint: namespace.text for namespace in Server(address).stats().namespaces}

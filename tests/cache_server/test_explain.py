@@ -109,6 +109,23 @@ def test_a_running_server_knows_the_namespaces_of_its_engines(tmp_path: Path, mo
     assert against == why
 
 
+def test_one_that_nobody_can_explain_does_not_hide_the_others(tmp_path: Path, model: Path) -> None:
+    one, odd = made(vllm_config(model)), bytes(32)
+    with ServerProcess(tmp_path / "s", "64MiB") as server:
+        clients = [
+            Client(server.unix, fingerprint=odd, text="not JSON"),
+            Client(server.unix, fingerprint=one.fingerprint, text=one.text),
+        ]
+        all_of_them, the_odd = explain("--server", server.unix), explain(odd.hex(), "--server", server.unix)
+        for client in clients:
+            client.close()
+
+    assert all_of_them.returncode == 0
+    assert f"namespace {odd.hex()[:16]} was described with something else than JSON" in all_of_them.stdout
+    assert f"namespace {one.fingerprint.hex()}" in all_of_them.stdout
+    assert (the_odd.returncode, "something else than JSON" in the_odd.stderr) == (1, True)
+
+
 def test_a_text_that_is_made_up_is_told(tmp_path: Path, model: Path) -> None:
     namespace = made(vllm_config(model))
     fields = {**json.loads(namespace.text), "model_dtype": "float64"}
