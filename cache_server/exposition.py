@@ -4,7 +4,8 @@ Everything is read from one `StatsReply` per scrape, so that `/metrics`, the sta
 differ. `FAMILIES` covers every counter of `metrics.py` and every figure of `lower_tier.py` exactly once; a test holds
 it to that. Names end as Prometheus wishes: `_total` for counters, a unit for the others.
 
-A label `namespace` is the first 12 digits of the fingerprint, as `prefixd ls` shows it.
+A label `namespace` is the first 12 digits of the fingerprint, as `prefixd ls` shows it. Tenants may have the same one,
+hence `tenant` beside it: empty where the server has none.
 
 Equations: the outcomes of a family are all there is, so hits and misses are the lookups.
 """
@@ -130,6 +131,11 @@ FAMILIES: Final = (
         "cause",
     ),
     _one("flushed_blocks", "flushed_blocks", "Blocks dropped by Flush. Not counted as evicted."),
+    _one(
+        "flushes_followed",
+        "flushes_followed",
+        "Flushes of other servers on the same Redis that this one followed. Blocks: prefixd_flushed_blocks_total.",
+    ),
     _one("recut_segments", "recut_segments", "Segments that changed hands between classes. Not the first assignment."),
     _one("sessions_attached", "sessions_attached", "Attach calls that opened a session."),
     _one("sessions_refused", "sessions_refused", "Attach calls that were refused: another layout, too many sessions."),
@@ -165,7 +171,8 @@ FAMILIES: Final = (
     _one(
         "integrity_failures",
         "integrity_failures",
-        "Values in Redis that did not verify: they were misses, and were deleted there. Should stay 0.",
+        "Values in Redis that did not verify, and payloads in memory that did not when an engine complained of them: "
+        "they were misses, and were dropped. Should stay 0.",
     ),
     _one("redis_asked_blocks", "redis_asked_blocks", "Blocks whose presence in Redis lookups asked for."),
     _one("redis_present_blocks", "redis_present_blocks", "Of those: the leading ones that are there, all shards."),
@@ -184,6 +191,11 @@ FAMILIES: Final = (
         "outcome",
     ),
     _one("redis_saved_bytes", "redis_saved_bytes", "Payload bytes written to Redis, without headers."),
+    _one(
+        "redis_deleted_values",
+        "redis_deleted_values",
+        "Values of flushed namespaces that this server deleted in Redis. Not counted: what goes with its TTL.",
+    ),
     _one("redis_up", "redis_up", "1: Redis answers; 0: the breaker is open, memory serves alone.", "gauge"),
     _one("redis_downs", "redis_downs", "How often Redis was lost since the start."),
     _one(
@@ -251,9 +263,9 @@ class StatsCollector(Collector):
         for name, (text, value_of) in GAUGES.items():
             yield GaugeMetricFamily(f"prefixd_{name}", text, value_of(stats))
         for name, (text, value_of) in NAMESPACE_GAUGES.items():
-            family = GaugeMetricFamily(f"prefixd_{name}", text, labels=["namespace"])
+            family = GaugeMetricFamily(f"prefixd_{name}", text, labels=["namespace", "tenant"])
             for one in stats.namespaces:
-                family.add_metric([one.fingerprint.hex()[:NAMESPACE_DIGITS]], value_of(one))
+                family.add_metric([one.fingerprint.hex()[:NAMESPACE_DIGITS], one.tenant], value_of(one))
             yield family
         yield _sessions(stats)
         for described in FAMILIES:

@@ -47,6 +47,7 @@ def status_of(stats: pb.StatsReply) -> dict[str, Any]:
             {
                 "namespace": one.fingerprint.hex()[:NAMESPACE_DIGITS],
                 "fingerprint": one.fingerprint.hex(),
+                "tenant": one.tenant,
                 "model": model_of(one.text),
                 "text": one.text,
                 "blocks": one.num_blocks,

@@ -120,7 +120,9 @@ def metrics() -> str:
         for one in FAMILIES
     ]
     gauges = [[f"`prefixd_{name}`", "gauge", "", text] for name, (text, _) in GAUGES.items()]
-    gauges += [[f"`prefixd_{name}`", "gauge", "namespace", text] for name, (text, _) in NAMESPACE_GAUGES.items()]
+    gauges += [
+        [f"`prefixd_{name}`", "gauge", "namespace, tenant", text] for name, (text, _) in NAMESPACE_GAUGES.items()
+    ]
     gauges += [
         ["`prefixd_sessions`", "gauge", "role, path", "Sessions that are not over."],
         ["`prefixd_build_info`", "gauge", "version, epoch", "1; which version runs, and its epoch."],

@@ -20,10 +20,11 @@ def ls(address: str, as_json: bool) -> None:
         click.echo("no engine has attached, nothing is stored")
         return
     print_table(
-        ["NAMESPACE", "MODEL", "BLOCKS", "COMPLETE", "MEMORY", "SHARDS", "AGE", "IDLE"],
+        ["NAMESPACE", "TENANT", "MODEL", "BLOCKS", "COMPLETE", "MEMORY", "SHARDS", "AGE", "IDLE"],
         [
             [
                 one["namespace"],
+                one["tenant"] or "-",
                 one["model"],
                 str(one["blocks"]),
                 str(one["complete_blocks"]),

@@ -57,8 +57,8 @@ def test_ls(watched: Watched) -> None:
     heads, row = asked(watched, "ls").stdout.splitlines()
     (said,) = json.loads(asked(watched, "ls", "--json").stdout)
 
-    assert heads.split() == ["NAMESPACE", "MODEL", "BLOCKS", "COMPLETE", "MEMORY", "SHARDS", "AGE", "IDLE"]
-    assert row.startswith(f"{NAMESPACE.hex()[:12]}  a namespace")
+    assert heads.split() == ["NAMESPACE", "TENANT", *"MODEL BLOCKS COMPLETE MEMORY SHARDS AGE IDLE".split()]
+    assert row.startswith(f"{NAMESPACE.hex()[:12]}  -       a namespace")
     assert said["fingerprint"] == NAMESPACE.hex()
     assert (said["blocks"], said["stored_bytes"]) == (62, 248 << 20)
     assert said["age_s"] > 0

@@ -70,9 +70,9 @@ def test_gauges_say_what_there_is(watched: Watched) -> None:
     assert sample(text, "prefixd_memory_budget_bytes") == NUM_SLOTS * PAYLOAD
     assert sample(text, "prefixd_memory_stored_bytes") == (NUM_SLOTS - 2) * PAYLOAD
     assert sample(text, "prefixd_memory_reserved_bytes") == 2 * PAYLOAD
-    assert sample(text, "prefixd_namespace_blocks", namespace=namespace) == NUM_SLOTS - 2
-    assert sample(text, "prefixd_namespace_complete_blocks", namespace=namespace) == NUM_SLOTS - 2
-    assert sample(text, "prefixd_namespace_stored_bytes", namespace=namespace) == (NUM_SLOTS - 2) * PAYLOAD
+    assert sample(text, "prefixd_namespace_blocks", namespace=namespace, tenant="") == NUM_SLOTS - 2
+    assert sample(text, "prefixd_namespace_complete_blocks", namespace=namespace, tenant="") == NUM_SLOTS - 2
+    assert sample(text, "prefixd_namespace_stored_bytes", namespace=namespace, tenant="") == (NUM_SLOTS - 2) * PAYLOAD
     assert sample(text, "prefixd_sessions", role="worker", path="mapped") == 1
     assert sample(text, "prefixd_sessions", role="worker", path="stream") == 1
     assert sample(text, "prefixd_sessions", role="scheduler", path="none") == 1
@@ -144,7 +144,9 @@ def test_probes(watched: Watched) -> None:
 def figures_of_the_lower_tier() -> set[str]:
     """Names only: what a real one would say."""
     zero: Any = SimpleNamespace(
-        tier=SimpleNamespace(estimate=SimpleNamespace(bytes_per_s=0, latency_s=0), is_up=True, num_downs=0),
+        tier=SimpleNamespace(
+            estimate=SimpleNamespace(bytes_per_s=0, latency_s=0), is_up=True, num_downs=0, num_deleted=0
+        ),
         _write_behind=_Sized(),
         _promotion=SimpleNamespace(bytes_ahead=0, load_us=0, recompute_us=0),
     )

@@ -163,7 +163,7 @@ async def test_a_flush_between_length_and_value_leaves_a_value_that_does_not_ver
 ) -> None:
     """Redis was told how long the value is, so one has to come; nobody may take it for the block."""
     name = name_of(KEYS[0], SIZE)
-    held = bench.cache.hold_named(name)
+    held = bench.cache.hold_named(name._replace(namespace=NAMESPACE))
     assert held is not None
 
     class Flushing(Line):

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ import grpc
 import numpy as np
 import pytest
 
+from cache_server.exposition import NAMESPACE_DIGITS, Exposition
+from cache_server.status import status_of
 from protos import kv_cache_pb2 as pb
 from protos import kv_cache_pb2_grpc as pb_grpc
 from protos.channel import open_channel
-from tests.cache_server.harness import MIB, TIMEOUT_S, Client, ServerProcess, batch, chain, payload_of
+from tests.cache_server.harness import MIB, NAMESPACE, TIMEOUT_S, Client, ServerProcess, batch, chain, payload_of
 from tests.security.harness import PAYLOAD, Tenants, engine, named, refused
 
 STORED, REFUSED = pb.COMMIT_STATUS_STORED, pb.COMMIT_STATUS_REFUSED
@@ -80,6 +83,24 @@ def test_equal_keys_in_an_equal_namespace_are_two_blocks(server: ServerProcess, 
 
         assert b_worker.get(KEYS) == [b"b" * PAYLOAD] * 6
         assert a_worker.get(KEYS) == [payload_of(key, PAYLOAD) for key in KEYS]
+
+
+def test_what_each_tenant_stores_is_seen_apart(server: ServerProcess, tenants: Tenants) -> None:
+    """In the metrics and the status, where an equal namespace alone would name two series alike."""
+    a, b = tenants.tokens["team-a"], tenants.tokens["team-b"]
+    with engine(server, a) as (a_worker, _), engine(server, b) as (b_worker, _):
+        a_worker.save(KEYS)
+        b_worker.save(KEYS[:2])
+        with _operator(server, tenants) as stub:
+            stats = stub.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
+
+    text = Exposition(lambda: stats).text("")[0].decode()
+    blocks = re.findall(r'prefixd_namespace_blocks\{namespace="(\w+)",tenant="([\w-]*)"\} (\S+)', text)
+    stored = {(one["namespace"], one["tenant"]): one["blocks"] for one in status_of(stats)["namespaces"]}
+
+    mine = NAMESPACE.hex()[:NAMESPACE_DIGITS]
+    assert {(tenant, count) for name, tenant, count in blocks if name == mine} == {("team-a", "6.0"), ("team-b", "2.0")}
+    assert (stored[mine, "team-a"], stored[mine, "team-b"]) == (6, 2)
 
 
 def test_no_segment_is_mapped_by_two_tenants(server: ServerProcess, tenants: Tenants) -> None:
