@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache_server.tenants import fingerprint_of
+from cache_server.tenants import FOR_PEOPLE, fingerprint_of
 
 # As the connector logs it, with whatever the logger puts before it.
 _LOGGED = re.compile(r"prefixd: namespace ([0-9a-f]{64}) is (\{.*\})")
@@ -108,6 +108,7 @@ def differences(one: Described, other: Described) -> Iterator[str]:
         return
     here, there = dict(_flat(one.fields)), dict(_flat(other.fields))
     names = [name for name in sorted({*here, *there}) if here.get(name, _ABSENT) != there.get(name, _ABSENT)]
+    names = [name for name in names if name not in FOR_PEOPLE]
     yield f"{one.fingerprint.hex()[:16]} and {other.fingerprint.hex()[:16]} differ in {len(names)} fields"
     for name in names:
         yield f"  {name}: {here.get(name, _ABSENT)} | {there.get(name, _ABSENT)}"

@@ -44,6 +44,7 @@ from cache_server.errors import Forbidden, Unauthenticated
 READ: Final = 1
 WRITE: Final = 2
 SCHEME: Final = "Bearer "
+FOR_PEOPLE: Final = frozenset({"label"})  # in a namespace's text beside what the fingerprint is made of
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PATTERN = re.compile(r"sha256:[0-9a-f]{64}|[^\x00-\x1f]{1,256}")
@@ -75,9 +76,9 @@ def proven_name(text: str, fingerprint: bytes) -> str | None:
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
-    """SHA-256 over magic, names and values as JSON, each after its length, by name."""
+    """SHA-256 over magic, names and values as JSON, each after its length, by name; FOR_PEOPLE left out."""
     encoded = [b"prefixd namespace"]
-    for name in sorted(fields):
+    for name in sorted(fields.keys() - FOR_PEOPLE):
         encoded += [name.encode(), json.dumps(fields[name], sort_keys=True).encode()]
     return hashlib.sha256(b"".join(_U32.pack(len(part)) + part for part in encoded)).digest()
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import FakeServer
+from tests.scheduler.harness import Engine
+
 SERVER = {"server": "unix:///tmp/nobody-listens-here.sock"}
 
 
@@ -100,3 +103,18 @@ def test_a_best_effort_cache_never_requires_delivery():
     from connector.plugin import PrefixCacheConnector
 
     assert PrefixCacheConnector.requires_kv_delivery.fget(object()) is False
+
+
+def test_what_an_engine_says_of_its_namespace_proves_its_fingerprint(model):
+    """Tokens have rights by the operator's name of it: what stands beside it for people must not undo the proof."""
+    from cache_server.explain import described, lines_of
+    from cache_server.tenants import proven_name
+
+    engine = Engine(model, FakeServer(), extra_config={"namespace": "llama-8b"})
+    hello = engine.connector._hello("scheduler")
+
+    assert proven_name(hello.namespace_text, hello.fingerprint) == "llama-8b"
+    assert proven_name(hello.namespace_text.replace("llama-8b", "llama-7b"), hello.fingerprint) is None
+    lines = list(lines_of(described(hello.fingerprint, hello.namespace_text)))
+    assert any(line.startswith("  label = ") for line in lines), "positive control: it says something for people"
+    assert not [line for line in lines if "not what the fingerprint was made of" in line]
