@@ -68,7 +68,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from_and_what_explains_it(dist:
     assert packages <= names
     assert {name.split("/")[0] for name in names} == {
         *{"cache_server", "connector", "protos", "docs"},
-        *{"README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore"},
+        *{"README.md", "SECURITY.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore"},
     }
     assert not {name for name in names if "__pycache__" in name or name.endswith((".pyc", ".so"))}
 
