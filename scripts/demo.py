@@ -110,7 +110,7 @@ def run_engine(which: str, folder: Path, model: Path, server: Prefixd, seed: int
 def report(first: Run, second: Run, server: Prefixd) -> bool:
     """Prints the table; True if all is as it should be."""
     equal = first.answer.token_ids == second.answer.token_ids
-    rows = [("engine", "cached tokens", "loaded by its workers", "time to first token", "output equal")]
+    rows = [("engine", "cached tokens", "loaded from the server", "time to first token", "output equal")]
     for name, run, same in (("first", first, "-"), ("second", second, "yes" if equal else "NO")):
         rows.append(
             (

@@ -127,8 +127,8 @@ def test_c20_a_connection_that_is_reset_in_mid_stream(fleet: Fleet) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_c41_c68_a_server_that_is_killed_and_started_again(fleet: Fleet, path: str) -> None:
     """Five requests meanwhile: right, the first kept for at most a deadline, the next ones not at all; then it hits
-    again by itself, with one log line per process and change of state. An engine survives the death of the server
-    whose memory it has mapped.
+    again by itself, with one log line per process and change of state: in doubt, lost. An engine survives the death of
+    the server whose memory it has mapped.
     """
     one, asked, right = saved(fleet, path)
     lines = one.log.count("running uncached")
@@ -147,7 +147,8 @@ def test_c41_c68_a_server_that_is_killed_and_started_again(fleet: Fleet, path: s
     assert prices[0].none_s < SLACK * LOOKUP_S
     assert [price.none_s + price.load_s for price in prices[1:]] == [0.0] * 4
     assert took < 3 * RETURN_S
-    assert one.log.count("running uncached") - lines <= 2 + 1, "scheduler side and worker; a probe may come between"
+    num_lines = one.log.count("running uncached") - lines
+    assert num_lines <= 2 * 2, "scheduler side and worker; to each a call may fail before its line is seen to be lost"
     assert shared_memory() == before, "nothing is left in /dev/shm"
     assert tracebacks(one.log) == []
 
