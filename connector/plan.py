@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
 
+NO_BLOCK = -1  # in a load's block_ids: the engine has no block for this page (vLLM's table says null block 0 there)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:

@@ -23,6 +23,7 @@ import xxhash
 
 from connector.client import SLOT_GRANULE, U8, U32, U64, Session
 from connector.kv_layout import KVLayout
+from connector.plan import NO_BLOCK
 
 
 class SlotMemory:
@@ -126,20 +127,21 @@ def contiguous_runs(slots: Sequence[int], step: int) -> list[list[int]]:
 class Gather:
     """Blocks of one step on their way into slots, layer by layer.
 
+    block_ids: `layout.num_tables` per slot, those of one slot behind each other.
     Invariant: layer i of every block is copied at most once, and is in its slot when `copy_layer(i)` has returned.
     """
 
     def __init__(self, layout: KVLayout, memory: SlotMemory, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         self._layout = layout
         self._remaining = dict.fromkeys(range(len(layout.layers)))
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []  # block ids `[num_tables, n]`, rows
+        tables = torch.tensor(block_ids, dtype=torch.int64).view(-1, layout.num_tables).t().contiguous()
         start = 0
         for run in contiguous_runs(slots, memory.granules_per_slot):
             rows = memory.rows(run[0], len(run))
             if rows is None:
                 raise LookupError(f"segment {run[0] >> 32} is not mapped")
-            ids = torch.tensor(block_ids[start : start + len(run)], dtype=torch.int64)
-            self._pieces.append((ids, rows))
+            self._pieces.append((tables[:, start : start + len(run)], rows))
             start += len(run)
 
     def copy_layer(self, index: int) -> None:
@@ -148,7 +150,7 @@ class Gather:
         del self._remaining[index]
         layer = self._layout.layers[index]
         for ids, rows in self._pieces:
-            torch.index_select(layer.pages, 0, ids, out=rows[:, layer.start : layer.stop])
+            torch.index_select(layer.pages, 0, ids[layer.table], out=rows[:, layer.start : layer.stop])
 
     def copy_rest(self) -> None:
         for index in list(self._remaining):
@@ -164,9 +166,10 @@ def scatter(
 ) -> bool:
     """Copies the payloads in `slots` into the pages of `block_ids`. False if cancelled or not mapped: pages undefined.
 
+    block_ids: as for `Gather`; what belongs to NO_BLOCK is copied nowhere.
     After it has returned, nothing of this call writes into the engine's memory any more.
     """
-    pieces: list[tuple[int, int, torch.Tensor]] = []  # [start, stop) of block_ids and slots, rows
+    pieces: list[tuple[int, int, torch.Tensor]] = []  # [start, stop) of slots, rows
     start = 0
     for run in contiguous_runs(slots, memory.granules_per_slot):
         rows = memory.rows(run[0], len(run))
@@ -174,30 +177,40 @@ def scatter(
             return False
         pieces.append((start, start + len(run), rows))
         start += len(run)
-    plain: list[tuple[slice, torch.Tensor]] = []
-    indexed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for begin, end, rows in pieces:
-        runs = list(_block_runs(block_ids[begin:end]))
-        if 4 * len(runs) <= end - begin or len(runs) == 1:
-            plain.extend((slice(first, first + n), rows[at : at + n]) for at, first, n in runs)
-        else:
-            indexed.append((torch.tensor(block_ids[begin:end], dtype=torch.int64), rows))
+    tables = [_Targets(block_ids[table :: layout.num_tables], pieces) for table in range(layout.num_tables)]
     for layer in layout.layers:
         if cancelled():
             return False
-        for blocks, rows in plain:
+        for blocks, rows in tables[layer.table].plain:
             layer.pages[blocks].copy_(rows[:, layer.start : layer.stop])
-        for ids, rows in indexed:
+        for ids, rows in tables[layer.table].indexed:
             layer.pages.index_copy_(0, ids, rows[:, layer.start : layer.stop])
     return True
 
 
+class _Targets:
+    """Where the rows of one table go: `plain` to consecutive blocks, `indexed` to any."""
+
+    def __init__(self, block_ids: Sequence[int], pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        self.plain: list[tuple[slice, torch.Tensor]] = []
+        self.indexed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for begin, end, rows in pieces:
+            ids = block_ids[begin:end]
+            runs = list(_block_runs(ids))
+            if 4 * len(runs) <= len(ids) or len(runs) <= 1 or NO_BLOCK in ids:
+                self.plain.extend((slice(first, first + n), rows[at : at + n]) for at, first, n in runs)
+            else:
+                self.indexed.append((torch.tensor(ids, dtype=torch.int64), rows))
+
+
 def _block_runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, first block_id, length) of the runs of consecutive block_ids."""
+    """(index, first block_id, length) of the runs of consecutive block_ids; NO_BLOCK is in none."""
     at = 0
     for stop in range(1, len(block_ids) + 1):
-        if stop == len(block_ids) or block_ids[stop] != block_ids[stop - 1] + 1:
-            yield at, block_ids[at], stop - at
+        before = block_ids[stop - 1]
+        if stop == len(block_ids) or block_ids[stop] != before + 1 or before == NO_BLOCK:
+            if block_ids[at] != NO_BLOCK:
+                yield at, block_ids[at], stop - at
             at = stop
 
 

@@ -121,7 +121,7 @@ class WorkerSide:
         self._slots_ahead = slots_ahead
         self._load_timeout_s = load_timeout_s
         self._clock = clock
-        self._layer_index = {layer.name: i for i, layer in enumerate(layout.layers)}
+        self._runs_of_layers = layout.runs_of_layers()
         self._staging = _Staging(layout, staging_bytes)
         self._lane: Lane | None = None
         self._step: Step | None = None
@@ -172,11 +172,10 @@ class WorkerSide:
     def save_layer(self, layer_name: str) -> None:
         """The engine has written `layer_name` for every block of this step."""
         if self._step is not None:
-            index = self._layer_index.get(layer_name)
-            if index is not None:
-                started_at = self._clock()
+            started_at = self._clock()
+            for index in self._runs_of_layers.get(layer_name, ()):
                 self._step.gather.copy_layer(index)
-                self._step.copying_s += self._clock() - started_at
+            self._step.copying_s += self._clock() - started_at
 
     def finish_saves(self) -> None:
         """Completes the step: after this the engine may do what it likes with its blocks."""

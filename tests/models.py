@@ -5,6 +5,9 @@ answers. `write_model` is the one entrance; torch and transformers, which the en
 
     llama       4 layers, one full-attention KV-cache group: everything about correctness
     llama-250m  heavy enough that prefilling 4,096 tokens takes over ten seconds on two cores: time to first token
+    gemma3      four sliding-window layers and two of full attention: three KV-cache groups
+    mla         DeepSeek's latent attention: one KV head that every tensor-parallel rank has whole
+    mamba       Falcon-H1: attention and Mamba-2 state in every layer
 
 Weights are drawn wider than is usual: with the usual 0.02 the attention is flat and an answer loops through two tokens,
 which a wrong block might not change. As it is, another first block changes every answer, from its first token on.
@@ -42,6 +45,76 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.1,
     },
 }
+# As `LLAMAS`, by the names of transformers' classes.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **COMMON,
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 64,
+            "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "initializer_range": 0.06,
+        },
+    ),
+    "mla": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **COMMON,
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "moe_intermediate_size": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "topk_group": 1,
+            "n_group": 1,
+            "initializer_range": 0.06,
+        },
+    ),
+    "mamba": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **COMMON,
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "initializer_range": 0.06,
+        },
+    ),
+}
 VOCABULARY = 2000  # token ids below this are ordinary ones in every model here
 
 
@@ -51,10 +124,11 @@ def write_model(name: str, path: Path, seed: int = 0) -> Path:
     if done.exists():
         return path
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMAS[name]))
+    config, model_class, settings = OTHERS.get(name) or ("LlamaConfig", "LlamaForCausalLM", LLAMAS[name])
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings))
     model.to(torch.bfloat16).save_pretrained(path)
     _tokenizer().save_pretrained(path)
     done.touch()
@@ -109,7 +183,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a small random-weight model.")
-    parser.add_argument("name", choices=LLAMAS)
+    parser.add_argument("name", choices=[*LLAMAS, *OTHERS])
     parser.add_argument("path", type=Path)
     arguments = parser.parse_args()
     write_model(arguments.name, arguments.path)

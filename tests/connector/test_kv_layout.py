@@ -77,11 +77,23 @@ def test_pages_that_are_no_whole_words_are_copied_by_bytes():
     assert layout.payload_bytes == 15
 
 
-def test_keys_and_values_in_two_runs_are_refused_with_the_shape():
-    tensor = torch.zeros(2, NUM_BLOCKS, 16, 4)
+def test_a_block_in_too_many_runs_is_refused_with_the_shape():
+    tensor = torch.zeros(1024, NUM_BLOCKS, 16, dtype=torch.uint8).permute(1, 2, 0)
 
-    with pytest.raises(UnsupportedLayout, match=r"layer: .*\(2, 8, 16, 4\)"):
-        layout_of({"layer": tensor}, ["layer"], {"layer": 512}, NUM_BLOCKS)
+    with pytest.raises(UnsupportedLayout, match=r"layer: .*\(8, 16, 1024\)"):
+        layout_of({"layer": tensor}, ["layer"], {"layer": 16384}, NUM_BLOCKS)
+
+
+def test_blocks_that_overlap_are_refused():
+    tensor = torch.zeros(NUM_BLOCKS, 1, 64).expand(NUM_BLOCKS, 4, 64)
+
+    with pytest.raises(UnsupportedLayout, match="layer"):
+        layout_of({"layer": tensor}, ["layer"], {"layer": 1024}, NUM_BLOCKS)
+
+
+def test_a_rank_without_a_layer_is_refused():
+    with pytest.raises(UnsupportedLayout, match="no layer"):
+        layout_of({}, [], {}, NUM_BLOCKS)
 
 
 def test_descriptors_differ_where_bytes_would_be_misread():

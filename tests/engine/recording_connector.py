@@ -139,8 +139,8 @@ class RecordingConnector(PrefixCacheConnector):
         for index, layer in enumerate(self._worker._layout.layers):
             if layer.name == layer_name:
                 in_slot = all(
-                    bool((rows[:, layer.start : layer.stop] == layer.pages[ids]).all())
-                    for ids, rows in step.gather._pieces
+                    bool((rows[:, layer.start : layer.stop] == layer.pages[tables[layer.table]]).all())
+                    for tables, rows in step.gather._pieces
                 )
                 self._record("layer", layer=index, in_slot=in_slot)
 
