@@ -23,13 +23,14 @@ asks `arena.wants_segment`. Cuts that clients have to hear of are in `arena.take
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_server import group_lookup
 from cache_server.arena import NO_SLOTS, Arena, Cut, SlotClass, Slots
 from cache_server.errors import InvalidRequest, Mismatch, RequestError
 from cache_server.index import Index, Rows
@@ -46,6 +47,7 @@ from cache_server.values import (
     STORED,
     Attachment,
     Blocks,
+    GroupQuestion,
     HeldPayload,
     LookupResult,
     NamespaceFigures,
@@ -70,6 +72,7 @@ class Tail:
     keys: list[bytes]
     parent_key: bytes  # of the first of them
     depth: int  # of the first of them
+    is_chain: bool = True  # else each of them stands alone: it is needed whether or not those before it are there
 
 
 class Cache:
@@ -139,7 +142,7 @@ class Cache:
             slot_class = self.arena.slot_class(kept, client.shard.payload_bytes, client.tenant)
             slot_class.num_sessions += 1
             namespace.shards.setdefault(client.shard.index, ShardLayout(client.shard.descriptor, slot_class))
-            worker = Worker(client.shard.index, slot_class)
+            worker = Worker(client.shard.index, slot_class, client.shard.replica)
         self.counters.sessions_attached += 1
         namespace.used_at = self._now()
         session = self.sessions.open(
@@ -149,6 +152,7 @@ class Cache:
             namespace,
             worker,
             client.wants_descriptors and worker is not None,
+            client.num_replicas,
         )
         session.rights, session.token_digest = client.rights, client.token_digest
         return session
@@ -205,9 +209,9 @@ class Cache:
         From `first` on at most `max_hit_blocks` are promised, and fewer than `min_hit_blocks` are not worth it.
         """
         session = self.sessions.attached(session_id)
-        index, rows, present, start, end = self._find(session, packed_keys, first)
+        index, rows, present, start, end = self._find(session.namespace, packed_keys, first)
         num_keys = len(rows)
-        self._check_distinct(rows[start:end])
+        self.check_distinct(rows[start:end])
 
         missing_workers = self.sessions.missing_workers(session)
         retry = False
@@ -221,7 +225,7 @@ class Cache:
                 start = end = first
                 self.counters.gate_stream_shut += 1
             start, end, retry = self._cap(session.namespace, rows, start, first, end)
-            self._tell_of_use(session.namespace, rows[start:end])
+            self.tell_of_use(session.namespace, rows[start:end])
         promised = rows[start:end]
         lease_id = 0
         if lease and len(promised):
@@ -229,17 +233,9 @@ class Cache:
             self.counters.leases_granted += 1
         session.namespace.used_at = self._now()
         if lease:
-            self.counters.lookups += 1
-            self.counters.lookups_hit += end > first
-            self.counters.lookups_missed += end == first
-            self.counters.lookup_asked_blocks += num_keys - first
-            self.counters.lookup_hit_blocks += end - first
-            self.counters.lookup_missed_blocks += num_keys - end
-            self.counters.promised_bytes += (end - first) * session.namespace.payload_bytes
+            self.count_lookup(num_keys, first, end, (end - first) * session.namespace.payload_bytes)
         else:
-            self.counters.presence_lookups += 1
-            self.counters.presence_asked_blocks += num_keys
-            self.counters.presence_present_blocks += int(np.count_nonzero(present))
+            self.count_presence(present)
         return LookupResult(
             present,
             start,
@@ -252,24 +248,73 @@ class Cache:
             missing_workers,
         )
 
-    def tail(self, session_id: int, packed_keys: bytes, first: int) -> Tail | None:
+    def count_lookup(self, num_keys: int, first: int, end: int, num_bytes: int) -> None:
+        """One that asked for a promise; of num_bytes that the engine lacked."""
+        self.counters.lookups += 1
+        self.counters.lookups_hit += end > first
+        self.counters.lookups_missed += end == first
+        self.counters.lookup_asked_blocks += num_keys - first
+        self.counters.lookup_hit_blocks += end - first
+        self.counters.lookup_missed_blocks += num_keys - end
+        self.counters.promised_bytes += num_bytes
+
+    def count_presence(self, present: npt.NDArray[np.bool_]) -> None:
+        """One that asked for no promise."""
+        self.counters.presence_lookups += 1
+        self.counters.presence_asked_blocks += len(present)
+        self.counters.presence_present_blocks += int(np.count_nonzero(present))
+
+    def lookup_groups(
+        self,
+        session_id: int,
+        packed_keys: bytes,
+        first: int,
+        lease: bool,
+        window: int,
+        groups: Sequence[GroupQuestion],
+        min_hit_blocks: int = 0,
+        max_hit_blocks: int | None = None,
+    ) -> LookupResult:
+        """As `lookup`, where going on at a boundary needs a window only, or blocks of several kinds."""
+        session = self.sessions.attached(session_id)
+        return group_lookup.lookup(
+            self, session, packed_keys, first, lease, window, groups, min_hit_blocks, max_hit_blocks
+        )
+
+    def namespace(self, fingerprint: bytes) -> Namespace | None:
+        """None: no client of it was here yet."""
+        return self._namespaces.get(fingerprint)
+
+    def reach(self, session_id: int, packed_keys: bytes, first: int) -> int:
+        """The end of the run of complete blocks around block `first`."""
+        return self._find(self.sessions.attached(session_id).namespace, packed_keys, first)[4]
+
+    def tail(self, session_id: int, packed_keys: bytes, first: int, group: GroupQuestion | None = None) -> Tail | None:
         """What this lookup would not find, for a session whose workers are all here. None: nothing, or they are not.
 
-        What it would find is used now: whatever comes to extend it must not push it out.
+        What it would find is used now: whatever comes to extend it must not push it out. `group`: of that kind.
         """
         session = self.sessions.attached(session_id)
-        index, rows, _, _, end = self._find(session, packed_keys, first)
-        if end == len(rows) or self.sessions.missing_workers(session):
+        namespace: Namespace | None = session.namespace
+        num_replicas = session.num_replicas
+        if group is not None:
+            namespace = self._namespaces.get(kept_as(session.namespace.tenant, group.fingerprint))
+            num_replicas = group.num_replicas
+        if namespace is None:
+            return None
+        index, rows, _, _, end = self._find(namespace, packed_keys, first)
+        if end == len(rows) or self.sessions.missing_workers_of(session.engine_id, namespace, num_replicas):
             return None
         size = index.key_bytes
         keys: list[bytes] = np.frombuffer(packed_keys[end * size :], dtype=f"V{size}").tolist()
-        return Tail(session.namespace, keys, packed_keys[(end - 1) * size : end * size] if end else bytes(size), end)
+        parent_key = packed_keys[(end - 1) * size : end * size] if end else bytes(size)
+        return Tail(namespace, keys, parent_key, end, is_chain=group is None or not group.window)
 
     def _find(
-        self, session: Session, packed_keys: bytes, first: int
+        self, namespace: Namespace, packed_keys: bytes, first: int
     ) -> tuple[Index, Rows, npt.NDArray[np.bool_], int, int]:
         """Rows, which of them are complete, and the run [start, end) around `first`; up to its end they are used."""
-        index = session.namespace.index
+        index = namespace.index
         check_packed("keys", packed_keys, index.key_bytes)
         num_keys = len(packed_keys) // index.key_bytes
         if first > num_keys:
@@ -278,7 +323,7 @@ class Cache:
         rows = index.find(packed_keys)
         present = index.complete[rows]
         start, end = _run_around(present, first)
-        self._touch(index, rows[:end])
+        self.touch(index, rows[:end])
         return index, rows, present, start, end
 
     def _cap(self, namespace: Namespace, rows: Rows, start: int, first: int, end: int) -> tuple[int, int, bool]:
@@ -296,9 +341,12 @@ class Cache:
         return first, first + int(np.searchsorted(fresh, max(room, 0), side="right")), True
 
     def leasable_blocks(self, namespace: Namespace) -> int:
-        """How many more blocks may be promised; what other tenants have leased does not count."""
-        budget_bytes = self.arena.budget_of(namespace.tenant)
-        return (int(budget_bytes * LEASED_SHARE) - self._leased_bytes_of(namespace.tenant)) // namespace.block_bytes
+        """How many more blocks may be promised."""
+        return self.leasable_bytes_of(namespace.tenant) // namespace.block_bytes
+
+    def leasable_bytes_of(self, tenant: str) -> int:
+        """How much more may be promised to a tenant; what others have leased does not count."""
+        return int(self.arena.budget_of(tenant) * LEASED_SHARE) - self._leased_bytes_of(tenant)
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """End leases of this session."""
@@ -408,7 +456,7 @@ class Cache:
         worker = _worker_of(session)
         namespace = session.namespace
         if namespace.index.has(key, worker.shard):
-            self._touch(namespace.index, np.array([namespace.index.row(key)]))
+            self.touch(namespace.index, np.array([namespace.index.row(key)]))
             self.counters.commits_already_present += 1
             return ALREADY_PRESENT
         return self._slot_to_fill(namespace, worker.slot_class)
@@ -480,7 +528,7 @@ class Cache:
             name = PayloadName(namespace.fingerprint, key, worker.shard, worker.slot_class.payload_bytes)
             self._untold.append(name)
 
-    def _tell_of_use(self, namespace: Namespace, rows: Rows) -> None:
+    def tell_of_use(self, namespace: Namespace, rows: Rows) -> None:
         """A chain without its head is worth nothing, so the head is told of last and forgotten last."""
         if self._tell_every_s is None:
             return
@@ -504,7 +552,7 @@ class Cache:
         if held is None:
             self.counters.get_missing += 1
         else:
-            self._touch(index, np.array([row]))
+            self.touch(index, np.array([row]))
         return held
 
     def hold_named(self, name: PayloadName) -> HeldPayload | None:
@@ -738,12 +786,12 @@ class Cache:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _touch(self, index: Index, rows: Rows) -> None:
+    def touch(self, index: Index, rows: Rows) -> None:
         self._age += len(rows)
         index.touch(rows, self._age)
 
     @staticmethod
-    def _check_distinct(rows: Rows) -> None:
+    def check_distinct(rows: Rows) -> None:
         """A chain never has one key twice, and a lease would count it twice."""
         if len(rows) > 1 and not (np.diff(rows) > 0).all() and len(np.unique(rows)) != len(rows):
             raise InvalidRequest("the same key twice in one lookup")

@@ -26,11 +26,10 @@ LEASED_SHARE = 0.5  # of the budget
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks of one index, held for one session."""
+    """Blocks, held for one session: rows by index."""
 
     session_id: int
-    index: Index
-    rows: Rows
+    parts: tuple[tuple[Index, Rows], ...]
     deadline: float
     granted_at: float
 
@@ -47,12 +46,14 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, session_id: int, index: Index, rows: Rows) -> int:
-        """Hold the blocks for LEASE_S."""
+    def grant(self, session_id: int, index: Index, rows: Rows, *others: tuple[Index, Rows]) -> int:
+        """Hold the blocks for LEASE_S; `others` are of the same promise."""
         lease_id = self._new_id()
         now = self._now()
-        index.hold(rows)
-        self._leases[lease_id] = Lease(session_id, index, rows, now + LEASE_S, now)
+        parts = ((index, rows), *others)
+        for its_index, its_rows in parts:
+            its_index.hold(its_rows)
+        self._leases[lease_id] = Lease(session_id, parts, now + LEASE_S, now)
         heapq.heappush(self._deadlines, (now + LEASE_S, lease_id))
         return lease_id
 
@@ -100,11 +101,11 @@ class Leases:
 
     def end_all_of(self, index: Index) -> int:
         """Its namespace is flushed. Returns how many ended."""
-        ended = [lease_id for lease_id, lease in self._leases.items() if lease.index is index]
+        ended = [lease_id for lease_id, lease in self._leases.items() if any(part[0] is index for part in lease.parts)]
         for lease_id in ended:
             self._end(lease_id)
         return len(ended)
 
     def _end(self, lease_id: int) -> None:
-        lease = self._leases.pop(lease_id)
-        lease.index.drop(lease.rows)
+        for index, rows in self._leases.pop(lease_id).parts:
+            index.drop(rows)

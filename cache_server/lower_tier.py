@@ -22,7 +22,7 @@ from cache_server.promotion import Outlook, Promotion
 from cache_server.redis_config import RedisConfig
 from cache_server.redis_generations import GenerationTier
 from cache_server.redis_lanes import TierDownError
-from cache_server.values import PayloadName
+from cache_server.values import GroupQuestion, PayloadName
 from cache_server.write_behind import WriteBehind
 
 PROBE_EVERY_S: Final = 10.0  # while the gate is shut or nothing was measured
@@ -63,10 +63,33 @@ class LowerTier:
             self._write_behind.add(names)
 
     async def extend(
-        self, session_id: int, packed_keys: bytes, first: int, wait_s: float, recompute_us: float
+        self,
+        session_id: int,
+        packed_keys: bytes,
+        first: int,
+        wait_s: float,
+        recompute_us: float,
+        groups: Sequence[GroupQuestion] = (),
     ) -> Outlook:
-        """Bring up what memory lacks for a lookup; returns when the lookup should be answered."""
-        return await self._promotion.extend(session_id, packed_keys, first, wait_s, recompute_us)
+        """Bring up what memory lacks for a lookup; returns when the lookup should be answered.
+
+        `groups` need their windows before the boundary that the first group reaches: that one goes first. A window is
+        as few blocks as it is, but all of the way to the boundary is computed without it.
+        """
+        until = time.monotonic() + wait_s
+        outlook = await self._promotion.extend(session_id, packed_keys, first, wait_s, recompute_us)
+        if outlook.retry or not groups:
+            return outlook
+        reach = self._cache.reach(session_id, packed_keys, first)
+        size = self._cache.sessions.attached(session_id).namespace.key_bytes
+        for group in groups:
+            start = max(first, reach - group.window) if group.window else first
+            if start < reach and not outlook.retry:
+                keys = packed_keys[start * size : reach * size]
+                worth_us = recompute_us * (reach - first) / (reach - start)
+                left_s = max(until - time.monotonic(), 0.0)
+                outlook = await self._promotion.extend(session_id, keys, 0, left_s, worth_us, group)
+        return outlook
 
     def meet(self, namespace: bytes) -> None:
         """An engine attached."""

@@ -34,7 +34,7 @@ from cache_server.gate import Gate
 from cache_server.namespaces import Namespace
 from cache_server.redis_lanes import ABSENT, CORRUPT, TierDownError
 from cache_server.redis_tier import RedisTier
-from cache_server.values import ALREADY_PRESENT, STORED, Blocks, PayloadName, PutSlot
+from cache_server.values import ALREADY_PRESENT, STORED, Blocks, GroupQuestion, PayloadName, PutSlot
 
 MAX_WAIT_S: Final = 0.02  # a lookup is answered within this, whatever its client permits
 REMEMBER_S: Final = 1.0  # longer than engines take to ask again, short against the life of a block
@@ -121,12 +121,18 @@ class Promotion:
         return sum(walk.bytes_left for walk in self._walks)
 
     async def extend(
-        self, session_id: int, packed_keys: bytes, first: int, wait_s: float, recompute_us: float
+        self,
+        session_id: int,
+        packed_keys: bytes,
+        first: int,
+        wait_s: float,
+        recompute_us: float,
+        group: GroupQuestion | None = None,
     ) -> Outlook:
-        """Bring up what memory lacks for this lookup; returns when the lookup should be answered."""
+        """Bring up what memory lacks for this lookup; returns when it should be answered. `group`: of that kind."""
         deadline = self._now() + min(wait_s, MAX_WAIT_S)
         while True:
-            tail = self._cache.tail(session_id, packed_keys, first)
+            tail = self._cache.tail(session_id, packed_keys, first, group)
             walk = self._walk_for(tail, recompute_us) if tail else None
             if walk is None or walk.task is None:
                 return NOTHING
@@ -392,6 +398,6 @@ def _blocks_of(tail: Tail, count: int) -> Blocks:
     return Blocks(
         tail.keys[:count],
         [tail.parent_key, *tail.keys[: count - 1]],
-        list(range(tail.depth, tail.depth + count)),
+        list(range(tail.depth, tail.depth + count)) if tail.is_chain else [0] * count,
         [0] * count,
     )

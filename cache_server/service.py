@@ -11,8 +11,8 @@ that moves nothing for STALL_S loses its stream. So the memory that streams need
 Lookup is the one call that may take its time: `LowerTier.extend` holds it back, within `wait_ms`, for blocks that come
 from Redis. What it then answers is what memory has at that moment.
 
-`kv_group` is accepted and not kept: no rule here depends on it yet. `lease_id` of Get is not needed either: a payload
-is held while it is sent, and between payloads the scheduler side's lease holds it.
+`kv_group` is accepted and not kept: groups are namespaces of their own (`group_lookup.py`). `lease_id` of Get is not
+needed either: a payload is held while it is sent, and between payloads the scheduler side's lease holds it.
 
 Who calls is known before anything else is looked at: every call but those of the health service brings a token where
 tokens are configured (`tenants.py`), and the session that it names must be one of the same tenant. Another's session is
@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
@@ -55,7 +56,7 @@ from cache_server.promotion import NOTHING
 from cache_server.segments import Segment
 from cache_server.sessions import Session
 from cache_server.tenants import ANYONE, READ, WRITE, Caller, Guard, kept_as
-from cache_server.values import DROPPED, Attachment, Blocks, HeldPayload, PutSlot, Shard
+from cache_server.values import DROPPED, Attachment, Blocks, GroupQuestion, HeldPayload, PutSlot, Shard
 from protos import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from protos import kv_cache_pb2 as pb
 
@@ -129,6 +130,8 @@ class Service:
                     parsed = _parse(request, raw)
                     if hasattr(parsed, "session_id"):
                         self._check_session(caller, parsed.session_id, _right_for(parsed))
+                        if isinstance(parsed, pb.LookupRequest):
+                            self._check_groups(caller, parsed)
                         reply = method(parsed)
                     else:
                         reply = method(parsed, caller)
@@ -176,6 +179,15 @@ class Service:
         if session.rights & right != right:
             verb = "write" if right == WRITE else "read"
             raise Forbidden(f"tenant {caller.tenant} may not {verb} namespace {session.namespace.given.hex()[:12]}")
+
+    def _check_groups(self, caller: Caller, request: pb.LookupRequest) -> None:
+        """What else is asked about may be read as well: it need not be of the session's model."""
+        if not self._guard.is_on:
+            return
+        for group in request.groups:
+            known = self._cache.namespace_text(kept_as(caller.tenant, group.fingerprint))
+            if known and not caller.rights(group.fingerprint, known) & READ:
+                raise Forbidden(f"tenant {caller.tenant} may not read namespace {group.fingerprint.hex()[:12]}")
 
     def end_unauthorised(self) -> int:
         """The tokens changed: sessions that would not be let in as they are end. Returns how many."""
@@ -299,12 +311,24 @@ class Service:
                 request.first,
                 request.wait_ms / 1000,
                 request.recompute_us_per_block,
+                _groups(request),
             )
         session = self._cache.sessions.attached(request.session_id)
         limits: tuple[int, int | None] = (0, None)
         if payload_bytes := self._cache.sessions.streamed_payload_bytes(session):
             limits = self._streams.limits(session.engine_id, payload_bytes, request.recompute_us_per_block)
-        result = self._cache.lookup(request.session_id, request.keys, request.first, request.lease, *limits)
+        if request.window or request.groups:
+            result = self._cache.lookup_groups(
+                request.session_id,
+                request.keys,
+                request.first,
+                request.lease,
+                request.window,
+                _groups(request),
+                *limits,
+            )
+        else:
+            result = self._cache.lookup(request.session_id, request.keys, request.first, request.lease, *limits)
         # Slots that were taken for promoted payloads may lie in a segment that nobody heard of yet.
         self._announce()
         return pb.LookupReply(
@@ -315,10 +339,20 @@ class Service:
             lease_ms=int(LEASE_S * 1000) if result.lease_id else 0,
             slots=result.slots.astype("<u8", copy=False).tobytes(),
             generations=result.generations.astype("<u4", copy=False).tobytes(),
-            checksums=result.checksums.astype("<u8", copy=False).tobytes() if request.wants_checksums else b"",
+            checksums=_checksums(result.checksums, request),
             retry=result.retry or outlook.retry,
             retry_ms=outlook.retry_ms,
             missing_workers=result.missing_workers,
+            groups=[
+                pb.KvGroupReply(
+                    present=np.packbits(group.present, bitorder="little").tobytes(),
+                    hit_start=group.hit_start,
+                    slots=group.slots.astype("<u8", copy=False).tobytes(),
+                    generations=group.generations.astype("<u4", copy=False).tobytes(),
+                    checksums=_checksums(group.checksums, request),
+                )
+                for group in result.groups
+            ],
         )
 
     def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
@@ -678,10 +712,19 @@ def _attachment(request: pb.AttachRequest, tenant: str, descriptors_are_served: 
         text=namespace.text,
         key_bytes=namespace.key_bytes,
         num_shards=namespace.num_shards,
-        shard=Shard(shard.index, shard.payload_bytes, shard.descriptor) if is_worker else None,
+        shard=Shard(shard.index, shard.payload_bytes, shard.descriptor, shard.replica) if is_worker else None,
         wants_descriptors=request.wants_descriptors and descriptors_are_served,
         tenant=tenant,
+        num_replicas=request.num_replicas or 1,
     )
+
+
+def _checksums(checksums: npt.NDArray[np.uint64], request: pb.LookupRequest) -> bytes:
+    return checksums.astype("<u8", copy=False).tobytes() if request.wants_checksums else b""
+
+
+def _groups(request: pb.LookupRequest) -> list[GroupQuestion]:
+    return [GroupQuestion(group.fingerprint, group.window, group.num_replicas or 1) for group in request.groups]
 
 
 def _blocks(session: Session, batch: pb.CommitRequest | pb.PutHeader) -> Blocks:

@@ -33,6 +33,7 @@ class Worker:
 
     shard: int
     slot_class: SlotClass
+    replica: int = 0  # which of the engine's workers that read this shard
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,7 @@ class Session:
     namespace: Namespace
     worker: Worker | None  # None: a scheduler side
     awaits_descriptors: bool  # it has a ticket that is neither used nor too old
+    num_replicas: int = 1  # workers of its engine that read one shard
     is_attached: bool = True
     is_mapped: bool = False
     rights: int = READ | WRITE
@@ -101,9 +103,12 @@ class Sessions:
         namespace: Namespace,
         worker: Worker | None,
         awaits_descriptors: bool,
+        num_replicas: int = 1,
     ) -> Session:
         """A new session, attached."""
-        session = Session(self._new_id(), engine_id, client_name, pid, namespace, worker, awaits_descriptors)
+        session = Session(
+            self._new_id(), engine_id, client_name, pid, namespace, worker, awaits_descriptors, num_replicas
+        )
         self._sessions[session.id] = session
         return session
 
@@ -143,16 +148,20 @@ class Sessions:
         ]
 
     def missing_workers(self, asking: Session) -> int:
-        """Shards of the asking session's engine for which no worker is ready."""
+        """Workers of the asking session's engine that are not ready."""
+        return self.missing_workers_of(asking.engine_id, asking.namespace, asking.num_replicas)
+
+    def missing_workers_of(self, engine_id: str, namespace: Namespace, num_replicas: int) -> int:
+        """The same for one namespace of an engine that has several; each shard is read by `num_replicas` workers."""
         ready = {
-            session.worker.shard
+            (session.worker.shard, session.worker.replica)
             for session in self._sessions.values()
             if session.worker is not None
             and session.is_ready
-            and session.engine_id == asking.engine_id
-            and session.namespace is asking.namespace
+            and session.engine_id == engine_id
+            and session.namespace is namespace
         }
-        return asking.namespace.num_shards - len(ready)
+        return namespace.num_shards * num_replicas - len(ready)
 
     def streamed_payload_bytes(self, asking: Session) -> int:
         """The largest payload that a worker of the asking session's engine gets through a stream; 0: all are mapped."""

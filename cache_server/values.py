@@ -33,6 +33,7 @@ class Shard:
     index: int
     payload_bytes: int
     descriptor: bytes
+    replica: int = 0  # which of the engine's workers that read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,27 @@ class Attachment:
     tenant: str = ""
     rights: int = READ | WRITE
     token_digest: str = field(default="", repr=False)
+    num_replicas: int = 1  # workers of the engine that read one shard
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuestion:
+    """Another kind of blocks that a lookup needs, under the same keys in a namespace of its own."""
+
+    fingerprint: bytes
+    window: int  # how many right before a boundary; 0: all
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """What is present of a group, and what is promised: [hit_start, the lookup's hit_end)."""
+
+    present: npt.NDArray[np.bool_]
+    hit_start: int
+    slots: Slots  # [num_shards][hit_end - hit_start]
+    generations: npt.NDArray[np.uint32]
+    checksums: npt.NDArray[np.uint64]  # 0: none was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +91,7 @@ class LookupResult:
     checksums: npt.NDArray[np.uint64]  # 0: none was made
     retry: bool
     missing_workers: int
+    groups: tuple[GroupHit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

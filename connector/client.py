@@ -92,8 +92,22 @@ REFUSALS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class OtherGroup:
+    """Another kind of blocks that every lookup asks for (`groups.py`): a namespace of its own, the same keys."""
+
+    fingerprint: bytes
+    num_shards: int
+    window: int  # blocks right before a boundary that are needed; 0: all
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
-    """What a process says of itself when it attaches. `shard` None: the scheduler side."""
+    """What a process says of itself when it attaches. `shard` None: the scheduler side.
+
+    num_replicas: workers of the engine that hold the same bytes and read one shard. window: as `OtherGroup`'s, of the
+    namespace itself.
+    """
 
     engine_id: str
     client_name: str
@@ -104,6 +118,25 @@ class Hello:
     shard: int | None = None
     payload_bytes: int = 0
     descriptor: bytes = b""
+    replica: int = 0
+    num_replicas: int = 1
+    window: int = 0
+    others: tuple[OtherGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAnswer:
+    """Of one more kind of blocks: as the fields of `LookupAnswer`, whose `hit_end` is theirs."""
+
+    present: bytes
+    hit_start: int
+    window: int
+    slots: U64
+    generations: U32
+    checksums: U64 | None = None
+
+    def is_present(self, block: int) -> bool:
+        return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +144,7 @@ class LookupAnswer:
     """What the server said; blocks [hit_start, hit_end) are promised until `deadline` (monotonic seconds).
 
     present: bit i, least significant first, says that block i is there. slots, generations:
-    `[num_shards, hit_end - hit_start]`.
+    `[num_shards, hit_end - hit_start]`. others: as many as the hello's.
     """
 
     present: bytes
@@ -126,9 +159,16 @@ class LookupAnswer:
     server_epoch: int
     retry_at: float | None = None  # when more is expected to be there (monotonic seconds); None: this is all
     checksums: U64 | None = None  # the shape of `slots`, 0 where none was made; None: they were not asked for
+    window: int = 0
+    others: tuple[GroupAnswer, ...] = ()
 
     def is_present(self, block: int) -> bool:
         return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
+
+    def covers(self, local: int) -> bool:
+        """Whether, beside blocks [0, local), all is promised that is needed to go on at `hit_end`."""
+        runs = [(self.hit_start, self.window), *((other.hit_start, other.window) for other in self.others)]
+        return all(start <= (max(local, self.hit_end - window) if window else local) for start, window in runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +335,16 @@ class LookupCall:
         if num_blocks == 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:
             shape = (shape[0], 0)
             slots, generations = slots[:0], generations[:0]
+        groups = self._client.hello.others
+        replies = list(reply.groups)
+        if len(replies) != len(groups):  # a server that does not know of groups: what it promises is not enough
+            replies = [kv_cache_pb2.KvGroupReply(hit_start=reply.hit_end)] * len(groups)
+            shape = (shape[0], 0)
+            slots, generations = slots[:0], generations[:0]
+        others = tuple(
+            GroupAnswer(of.present, of.hit_start, group.window, *_promised(of, group.num_shards, reply.hit_end))
+            for of, group in zip(replies, groups, strict=True)
+        )
         return LookupAnswer(
             present=reply.present,
             hit_start=reply.hit_start,
@@ -306,14 +356,31 @@ class LookupCall:
             generations=generations.reshape(shape),
             workers_missing=reply.missing_workers > 0,
             server_epoch=self._session.server_epoch,
-            checksums=self._checksums(reply, shape),
+            checksums=_checksums(reply.checksums, shape),
             retry_at=self._client.now() + reply.retry_ms / 1000 if reply.retry and reply.retry_ms else None,
+            window=self._client.hello.window,
+            others=others,
         )
 
-    @staticmethod
-    def _checksums(reply: kv_cache_pb2.LookupReply, shape: tuple[int, int]) -> U64 | None:
-        checksums = np.frombuffer(reply.checksums, dtype="<u8")
-        return checksums.reshape(shape) if checksums.size == shape[0] * shape[1] > 0 else None
+
+def checksums_of(answer: LookupAnswer | GroupAnswer, columns: slice) -> bytes:
+    """Of these blocks of a promise, as a `LoadSpec` has them: empty where none were asked for."""
+    return b"" if answer.checksums is None else np.ascontiguousarray(answer.checksums[:, columns]).tobytes()
+
+
+def _checksums(packed: bytes, shape: tuple[int, ...]) -> U64 | None:
+    checksums = np.frombuffer(packed, dtype="<u8")
+    return checksums.reshape(shape) if checksums.size == shape[0] * shape[1] > 0 else None
+
+
+def _promised(reply: kv_cache_pb2.KvGroupReply, num_shards: int, hit_end: int) -> tuple[U64, U32, U64 | None]:
+    """(slots, generations, checksums) of a group, `[num_shards, hit_end - hit_start]`; nothing if they are not so many."""
+    slots, generations = np.frombuffer(reply.slots, dtype="<u8"), np.frombuffer(reply.generations, dtype="<u4")
+    shape = (num_shards, hit_end - reply.hit_start)
+    if shape[1] <= 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:
+        shape = (num_shards, 0)
+        slots, generations = slots[:0], generations[:0]
+    return slots.reshape(shape), generations.reshape(shape), _checksums(reply.checksums, shape)
 
 
 class CacheClient:
@@ -335,6 +402,10 @@ class CacheClient:
         self._wants_checksums = wants_checksums
         self._open_channel = open_channel
         self.hello = hello
+        self._groups = [
+            kv_cache_pb2.KvGroup(fingerprint=of.fingerprint, window=of.window, num_replicas=of.num_replicas)
+            for of in hello.others
+        ]
         self._call_timeout_s = call_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock
@@ -447,11 +518,13 @@ class CacheClient:
                 num_shards=hello.num_shards,
             ),
             wants_descriptors=unix_path is not None and hello.shard is not None,
+            num_replicas=hello.num_replicas,
         )
         if hello.shard is not None:
             request.shard.index = hello.shard
             request.shard.payload_bytes = hello.payload_bytes
             request.shard.descriptor = hello.descriptor
+            request.shard.replica = hello.replica
         events = stub.Attach(request)
         alarm = threading.Timer(ATTACH_TIMEOUT_S, events.cancel)
         alarm.daemon = True
@@ -567,6 +640,8 @@ class CacheClient:
             wait_ms=int(self._call_timeout_s * 1000 * WAIT_SHARE),
             recompute_us_per_block=recompute_us_per_block,
             wants_checksums=self._wants_checksums,
+            window=self.hello.window,
+            groups=self._groups,
         )
         sent = self._clock()
         future = self._send(session, session.stub.Lookup, request)

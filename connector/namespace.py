@@ -9,9 +9,10 @@ Model identity is what the model *is*: its resolved configuration (after `hf_ove
 recognised by samples (`weights.py`), not by reading terabytes. Where the model lies and what it is called for its users
 does not enter: everybody mounts at /models.
 
-Read on the scheduler side only, from fields that all ranks share. Not here: a rank's layer names, padding and strides
-(the shard descriptor, `kv_layout.py`), what differs from request to request (`block_keys.py`). vLLM and torch are
-never imported: their objects are recognised by attributes and class names, and those of newer versions may be missing.
+Read from fields that all ranks share. Not here: which blocks the kinds of layers need (`groups.py`), a rank's layer
+names, padding and strides (the shard descriptor, `kv_layout.py`), what differs from request to request
+(`block_keys.py`). vLLM and torch are never imported: their objects are recognised by attributes and class names, and
+those of newer versions may be missing.
 """
 
 import enum
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from connector.block_keys import KEY_BYTES
+from connector.groups import KINDS, STATE, cacheable_group_ids, groups_of, layer_specs, needed_pages
 from connector.weights import files_fingerprint, weight_files
 
 FORMAT_VERSION = 2  # raised with every change of the key encoding, of these fields or of a payload's bytes
@@ -34,9 +36,7 @@ _U32 = struct.Struct("<I")
 # Speculators that keep no KV of their own: the target model's pages are all there is.
 _SPECULATORS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
 
-# The exact classes: a subclass (sink tokens, reference windows, hidden states) may keep state that a block's token
-# prefix does not determine.
-_FULL_ATTENTION_KINDS = {"FullAttentionSpec": "full_attention", "MLAAttentionSpec": "mla_attention"}
+_KIND_NAMES = {"FullAttentionSpec": "full_attention", "MLAAttentionSpec": "mla_attention"}
 
 _CACHE_DTYPE_ALIASES = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32"}
 
@@ -79,6 +79,7 @@ def namespace_of(
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     groups = [_group_fields(group) for group in kv_cache_config.kv_cache_groups]
+    replicas = groups_of(kv_cache_config, vllm_config).stored[0].replicas
     fields: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "hash": hash_name,
@@ -102,40 +103,71 @@ def namespace_of(
         fingerprint=_fingerprint(fields),
         text=json.dumps(fields, sort_keys=True),
         key_bytes=KEY_BYTES[hash_name],
-        num_shards=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        num_shards=num_shards(vllm_config, replicas),
     )
 
 
-def why_unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why prefixd does nothing for this engine, in words for its log, or None if it serves it."""
+def num_shards(vllm_config: Any, replicas: int) -> int:
+    """Parts in which the ranks of one engine hold a block, `replicas` tensor-parallel ranks holding the same one."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size // replicas * parallel.pipeline_parallel_size)
+
+
+def why_unsupported(
+    vllm_config: Any, kv_cache_config: Any, *, can_fail_by_request: bool = True, kinds: Mapping[str, str] = KINDS
+) -> str | None:
+    """Why prefixd does nothing for this engine, in words for its log, or None if it serves it.
+
+    can_fail_by_request: this vLLM can be told which request's load failed (0.30), not only which blocks.
+    """
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1) or 1) > 1:
             return f"{name} is {size}: blocks that are spread over context-parallel ranks are not supported"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales is on: scales found at run time are not part of a block's name"
-    if speculator := _speculator_with_kv(getattr(vllm_config, "speculative_config", None)):
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculator := _speculator_with_kv(speculative):
         return f"speculative decoding by {speculator!r}: the draft model's KV is not saved (ngram and suffix work)"
 
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV groups ({', '.join(kinds) or 'none'}): exactly one is supported"
-    for spec in _layer_specs(groups[0].kv_cache_spec):
-        kind = type(spec).__name__
-        if kind not in _FULL_ATTENTION_KINDS:
-            return f"the model's KV group is of kind {kind}: only full attention and MLA are supported"
-        if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
-            return "the model attends to later tokens: a block's KV does not follow from its token prefix"
-        if getattr(spec, "tokens_per_state", 1) != 1:
-            return f"the model keeps one KV state per {spec.tokens_per_state} tokens: only one per token is supported"
-        if kind == "MLAAttentionSpec" and parallel.tensor_parallel_size > 1:
-            return f"MLA with tensor_parallel_size {parallel.tensor_parallel_size}: only 1 is supported"
-    if groups[0].kv_cache_spec.block_size != vllm_config.cache_config.block_size:
+    kv_groups = kv_cache_config.kv_cache_groups
+    cacheable = cacheable_group_ids(kv_cache_config)
+    if not cacheable:
+        names = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_groups) or "none"
+        return f"of the model's KV groups ({names}) none has blocks that a token prefix names"
+    for group_id in cacheable:
+        specs = layer_specs(kv_groups[group_id].kv_cache_spec)
+        for spec in specs:
+            if reason := _why_unsupported_kind(spec, kinds, speculative is not None):
+                return f"KV group {group_id} of {len(kv_groups)}: {reason}"
+        if len({needed_pages(spec) for spec in specs}) > 1:
+            return f"KV group {group_id} of {len(kv_groups)}: its layers have windows of several lengths"
+    if len(kv_groups) == 1 and kv_groups[0].kv_cache_spec.block_size != vllm_config.cache_config.block_size:
         return (
-            f"the KV group's block_size {groups[0].kv_cache_spec.block_size} differs from the engine's "
+            f"the KV group's block_size {kv_groups[0].kv_cache_spec.block_size} differs from the engine's "
             f"{vllm_config.cache_config.block_size}"
         )
+    if not can_fail_by_request and not groups_of(kv_cache_config, vllm_config).is_plain:
+        names = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_groups)
+        return f"the model's KV groups ({names}) need vLLM 0.30 or later, which can be told that a load of them failed"
+    return None
+
+
+def _why_unsupported_kind(spec: Any, kinds: Mapping[str, str], has_speculator: bool) -> str | None:
+    """The same for the layers of one spec."""
+    name = type(spec).__name__
+    if name not in kinds:
+        return f"layers of kind {name} are not supported ({', '.join(kinds)} are)"
+    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
+        return "the model attends to later tokens: a block's KV does not follow from its token prefix"
+    if kinds[name] == STATE:
+        mode = getattr(spec, "mamba_cache_mode", "none")
+        if mode != "align":
+            return f"recurrent state is kept at block boundaries only with mamba_cache_mode 'align', not {mode!r}"
+        if has_speculator:
+            return "speculative decoding beside recurrent state: vLLM moves its blocks about"
+    elif getattr(spec, "tokens_per_state", 1) != 1:
+        return f"the model keeps one KV state per {spec.tokens_per_state} tokens: only one per token is supported"
     return None
 
 
@@ -165,22 +197,16 @@ def _fingerprint(fields: Mapping[str, Any]) -> bytes:
 # --- what the engine keeps of a block
 
 
-def _layer_specs(spec: Any) -> list[Any]:
-    """A group's spec, or those inside of a `UniformTypeKVCacheSpecs`, which holds one per layer."""
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return [spec] if per_layer is None else list(per_layer.values())
-
-
 def _group_fields(group: Any) -> list[dict[str, Any]]:
     """The distinct specs of a group. Layer names and counts stay out: pipeline ranks differ in them."""
-    distinct = {json.dumps(_spec_fields(spec), sort_keys=True) for spec in _layer_specs(group.kv_cache_spec)}
+    distinct = {json.dumps(_spec_fields(spec), sort_keys=True) for spec in layer_specs(group.kv_cache_spec)}
     return [json.loads(fields) for fields in sorted(distinct)]
 
 
 def _spec_fields(spec: Any) -> dict[str, Any]:
     kind = type(spec).__name__
-    return {
-        "kind": _FULL_ATTENTION_KINDS.get(kind, kind),
+    fields = {
+        "kind": _KIND_NAMES.get(kind, kind),
         "block_size": spec.block_size,
         "num_kv_heads": _plain(getattr(spec, "num_kv_heads", None)),
         "head_size": _plain(getattr(spec, "head_size", None)),
@@ -192,6 +218,9 @@ def _spec_fields(spec: Any) -> dict[str, Any]:
         "sliding_window": _plain(getattr(spec, "sliding_window", None)),
         "attention_chunk_size": _plain(getattr(spec, "attention_chunk_size", None)),
     }
+    if kind not in _KIND_NAMES:  # recurrent state; the fields of the others are what they have always been
+        fields["state"] = _plain([getattr(spec, name, None) for name in ("shapes", "dtypes", "mamba_type")])
+    return fields
 
 
 def _resolved_cache_dtype(cache: Any, kv_cache_config: Any) -> str:
@@ -201,7 +230,7 @@ def _resolved_cache_dtype(cache: Any, kv_cache_config: Any) -> str:
         dtypes = {
             _dtype_name(getattr(spec, "dtype", None))
             for group in kv_cache_config.kv_cache_groups
-            for spec in _layer_specs(group.kv_cache_spec)
+            for spec in layer_specs(group.kv_cache_spec)
         }
         name = "+".join(sorted(dtypes))
     return _CACHE_DTYPE_ALIASES.get(name, name)

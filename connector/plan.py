@@ -24,6 +24,8 @@ class LoadSpec:
     (both as in `protos/kv_cache.proto`). checksums: u64, the same shape, or empty: not to be verified. A spec without
     keys cannot be loaded: every worker reports it failed.
     timeout_s: seconds from when a worker gets it; what is not there by then has failed.
+    block_ids: `num_tables` of the layout per block, those of one block behind each other; NO_BLOCK: load nothing there.
+    others: what the same promise says of the other store groups (`groups.py`); it is one load, of num_tokens tokens.
     """
 
     request_id: str
@@ -35,10 +37,22 @@ class LoadSpec:
     server_epoch: int
     timeout_s: float = math.inf
     checksums: bytes = b""
+    group: int = 0
+    num_tables: int = 1
+    num_tokens: int = 0
+    others: tuple["LoadSpec", ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids) // self.num_tables
+
+    def block_ids_of(self, start: int, stop: int) -> tuple[int, ...]:
+        """Of the blocks [start, stop), all tables."""
+        return self.block_ids[start * self.num_tables : stop * self.num_tables]
 
     def block_keys(self) -> list[bytes]:
         """The keys, one by one."""
-        key_bytes = len(self.keys) // max(len(self.block_ids), 1)
+        key_bytes = len(self.keys) // max(self.num_blocks, 1)
         return [self.keys[at : at + key_bytes] for at in range(0, len(self.keys), key_bytes or 1)]
 
 
@@ -51,11 +65,16 @@ class BlockName(NamedTuple):
 
 
 class SaveSpec(NamedTuple):
-    """Gather `block_id` at the end of this step. `name` None: gather now, the name follows under `ticket`."""
+    """Gather `block_id` at the end of this step. `name` None: gather now, the name follows under `ticket`.
+
+    group: the store group; more: the block ids of the payload's further tables (`groups.py`).
+    """
 
     block_id: int
     name: BlockName | None
     ticket: int = 0
+    group: int = 0
+    more: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +90,13 @@ class StepPlan:
 
 class BlockTableChange(NamedTuple):
     """`block_ids` of KV group 0 replace a request's table (first schedule, resume) or are appended to it. Of a table
-    that is replaced the list is vLLM's: whoever keeps it copies it.
+    that is replaced the list is vLLM's: whoever keeps it copies it. `groups`: the same of every KV group.
     """
 
     request_id: str
     block_ids: list[int]
     replaces: bool
+    groups: tuple[list[int], ...] = ()
 
 
 def block_table_changes(scheduler_output: Any) -> list[BlockTableChange]:
@@ -86,10 +106,13 @@ def block_table_changes(scheduler_output: Any) -> list[BlockTableChange]:
     is in `scheduled_new_reqs` again. Token ids are not read here: `prefill_token_ids` is the request's live list and
     decoded tokens are in no field at all, so the scheduler side holds the `Request` (docs/decisions/0001).
     """
-    changes = [BlockTableChange(new.req_id, new.block_ids[0], True) for new in scheduler_output.scheduled_new_reqs]
+    changes = [
+        BlockTableChange(new.req_id, new.block_ids[0], True, new.block_ids)
+        for new in scheduler_output.scheduled_new_reqs
+    ]
     cached = scheduler_output.scheduled_cached_reqs
     resumed = cached.resumed_req_ids
     # None, no new block, is by far the most frequent: `compress` passes over it without a turn of the loop.
     tables = compress(zip(cached.req_ids, cached.new_block_ids, strict=True), cached.new_block_ids)
-    changes += [BlockTableChange(request_id, groups[0], request_id in resumed) for request_id, groups in tables]
+    changes += [BlockTableChange(request_id, groups[0], request_id in resumed, groups) for request_id, groups in tables]
     return changes

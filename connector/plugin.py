@@ -27,16 +27,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from connector import block_keys
-from connector.client import CacheClient, Hello
+from connector.client import CacheClient, Hello, OtherGroup
 from connector.config import ConfigError, ConnectorConfig
-from connector.kv_layout import UnsupportedLayout, layout_of
+from connector.group_workers import GroupWorkers
+from connector.groups import StoreGroup, fingerprint_of, groups_of, layer_specs
+from connector.kv_layout import KVLayout, UnsupportedLayout, layout_of_tables
 from connector.lora_identity import Adapters
 from connector.metrics import PrefixCachePromMetrics, PrefixCacheStats
-from connector.namespace import Namespace, features_name_content, namespace_of, why_unsupported
+from connector.namespace import Namespace, features_name_content, namespace_of, num_shards, why_unsupported
 from connector.plan import StepPlan
 from connector.request_options import OptionReader
 from connector.scheduler import SchedulerSide
 from connector.worker import WorkerSide
+
+try:  # vLLM 0.30
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    KVConnectorTransferResults = None
 
 logger = logging.getLogger("vllm.prefixd")
 
@@ -159,14 +166,17 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._reported_line: tuple[bool, int] | None = None  # to the server: is it there, how often was it lost
         self._block_pool: Any = None
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._client: CacheClient | None = None
+        self._worker: WorkerSide | GroupWorkers | None = None
+        self._clients: list[CacheClient] = []
         self._plan = StepPlan()
+        self._failed_requests: set[str] = set()
         self._shard = 0
         unknown = unknown_hooks(KVConnectorBase_V1)
         if unknown and role is KVConnectorRole.SCHEDULER:
             logger.warning("prefixd: this vLLM is newer than 0.33; hooks unknown to us: %s", ", ".join(unknown))
-        reason = why_unsupported(vllm_config, kv_cache_config)
+        reason = why_unsupported(
+            vllm_config, kv_cache_config, can_fail_by_request=KVConnectorTransferResults is not None
+        )
         if reason is not None:
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("prefixd is off for this engine: %s", reason)
@@ -179,6 +189,7 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             hash_name=self._config.hash,
             platform=platform_of(vllm_config, kv_cache_config),
         )
+        self._groups = groups_of(kv_cache_config, vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             fingerprint = self._namespace.fingerprint.hex()
             logger.info(
@@ -200,16 +211,36 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             open_channel=self._config.open_channel,
         )
 
-    def _hello(self, side: str, **shard: Any) -> Hello:
+    def _hello(self, side: str, group: int = 0, **more: Any) -> Hello:
+        """Of one store group: each has a namespace of its own."""
         namespace: Namespace = self._namespace
+        replicas = self._groups.stored[group].replicas
+        which = {"kv_group": group} if len(self._groups.stored) > 1 else {}
         return Hello(
             engine_id=self._kv_transfer_config.engine_id or "",
             client_name=f"vllm-{side}-{os.getpid()}",
-            fingerprint=namespace.fingerprint,
-            namespace_text=json.dumps({"label": self._label(), **json.loads(namespace.text)}),
+            fingerprint=fingerprint_of(namespace.fingerprint, self._groups, group),
+            namespace_text=json.dumps({"label": self._label(), **which, **json.loads(namespace.text)}),
             key_bytes=namespace.key_bytes,
-            num_shards=namespace.num_shards,
-            **shard,
+            num_shards=num_shards(self._vllm_config, replicas),
+            num_replicas=replicas,
+            **more,
+        )
+
+    def _scheduler_hello(self) -> Hello:
+        first, *others = self._groups.stored
+        return self._hello(
+            "scheduler",
+            window=first.window,
+            others=tuple(
+                OtherGroup(
+                    fingerprint_of(self._namespace.fingerprint, self._groups, number),
+                    num_shards(self._vllm_config, group.replicas),
+                    group.window,
+                    group.replicas,
+                )
+                for number, group in enumerate(others, 1)
+            ),
         )
 
     def _label(self) -> str:
@@ -222,11 +253,13 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         fingerprint, hash_name = self._namespace.fingerprint, self._config.hash
         by_content = features_name_content(self._vllm_config)
         adapters, tenant = Adapters(), self._config.tenant
-        self._client = self._make_client(self._hello("scheduler"))
-        self._client.start()
+        client = self._make_client(self._scheduler_hello())
+        self._clients.append(client)
+        client.start()
         return SchedulerSide(
-            self._client,
-            block_size=self._vllm_config.cache_config.block_size,
+            client,
+            block_size=self._groups.unit,
+            groups=self._groups,
             hash_name=hash_name,
             root_of=lambda identity, epoch: block_keys.root_key(fingerprint, identity, epoch, hash_name),
             identity_of=lambda request: block_keys.identity_of(request, tenant, adapters.content_of),
@@ -288,8 +321,8 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None, _fail_load)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
-            self._scheduler.after_alloc(request, block_ids, num_external_tokens)
+            tables = blocks.get_block_ids() if num_external_tokens else ([],)
+            self._scheduler.after_alloc(request, tables[0], num_external_tokens, tables)
 
     def _salvage_plan(self, scheduler_output: Any) -> StepPlan | None:
         return self._scheduler.salvage_plan() if self._scheduler is not None else None
@@ -308,7 +341,8 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
             failed = set(getattr(connector_output, "invalid_block_ids", None) or ())
-            self._scheduler.loads_ended(connector_output.finished_recving or (), failed)
+            failed_requests = getattr(connector_output, "failed_recving", None) or ()
+            self._scheduler.loads_ended(connector_output.finished_recving or (), failed, failed_requests)
 
     @guarded((False, None), _forget)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -337,6 +371,10 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.reset_cache(old_blocks_stay=not all_free)
         return True
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """vLLM zeroes new blocks of the other groups in the step in which the load begins. Asked after a hit."""
+        return self._groups.group_ids
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._block_pool = gpu_block_pool
 
@@ -344,40 +382,88 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Again, when the engine's memory has moved: nothing is read or written until the new place is known."""
         if self._role is not KVConnectorRole.WORKER or not hasattr(self, "_namespace"):
             return
-        group = self._kv_cache_config.kv_cache_groups[0]
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        page_bytes = {
-            name: (specs[name] if specs is not None else group.kv_cache_spec).page_size_bytes
-            for name in group.layer_names
-        }
+        if self._worker is not None:
+            self._worker.suspend()
         try:
-            layout = layout_of(kv_caches, group.layer_names, page_bytes, self._kv_cache_config.num_blocks)
+            layouts = [self._layout_of(kv_caches, group) for group in self._groups.stored]
         except UnsupportedLayout as error:
             logger.warning("prefixd is off for this worker: %s", error)
             return
-        self._shard = _rank_in_replica(self._vllm_config)
-        self._client = self._make_client(
-            self._hello(
-                f"worker{self._shard}",
-                shard=self._shard,
-                payload_bytes=layout.payload_bytes,
-                descriptor=layout.descriptor,
+        if self._worker is None:
+            self._worker = self._make_worker_side(layouts)
+            for client in self._clients:
+                client.start()
+            self._worker.start()
+        elif not self._resume(self._worker, layouts):
+            logger.warning("prefixd is off for this worker: its KV tensors were registered again, in another layout")
+
+    def _layout_of(self, kv_caches: dict[str, Any], group: StoreGroup) -> KVLayout:
+        kv_groups = self._kv_cache_config.kv_cache_groups
+        tables: list[list[str]] = []
+        page_bytes: dict[str, int] = {}
+        for member in group.members:
+            kv_group = kv_groups[member.group_id]
+            names = list(kv_group.layer_names)
+            specs = getattr(kv_group.kv_cache_spec, "kv_cache_specs", None)
+            for name in names:
+                spec = specs[name] if specs is not None else layer_specs(kv_group.kv_cache_spec)[0]
+                page_bytes[name] = _content_bytes(spec)
+            tables.extend([names] * member.kept)
+        return layout_of_tables(kv_caches, tables, page_bytes, self._kv_cache_config.num_blocks)
+
+    def _make_worker_side(self, layouts: list[KVLayout]) -> WorkerSide | GroupWorkers:
+        tensor_rank, pipeline_rank = _rank_in_replica()
+        self._shard = pipeline_rank * self._vllm_config.parallel_config.tensor_parallel_size + tensor_rank
+        units_per_step = self._vllm_config.scheduler_config.max_num_batched_tokens // self._groups.unit + 1
+        workers = []
+        for number, (group, layout) in enumerate(zip(self._groups.stored, layouts, strict=True)):
+            shards_per_stage = num_shards(self._vllm_config, group.replicas) // (
+                self._vllm_config.parallel_config.pipeline_parallel_size
             )
-        )
-        block_size = self._vllm_config.cache_config.block_size
-        max_blocks_per_step = self._vllm_config.scheduler_config.max_num_batched_tokens // block_size + 1
-        self._worker = WorkerSide(
-            self._client,
-            layout,
-            shard=self._shard,
-            slots_ahead=max(2 * max_blocks_per_step, MIN_BYTES_AHEAD // layout.payload_bytes),
-            staging_bytes=self._config.staging_bytes,
-            load_timeout_s=self._config.load_timeout_ms / 1000,
-        )
-        self._client.start()
-        self._worker.start()
+            shard = pipeline_rank * shards_per_stage + tensor_rank // group.replicas
+            client = self._make_client(
+                self._hello(
+                    f"worker{self._shard}",
+                    number,
+                    shard=shard,
+                    payload_bytes=layout.payload_bytes,
+                    descriptor=layout.descriptor,
+                    replica=tensor_rank % group.replicas,
+                )
+            )
+            self._clients.append(client)
+            workers.append(
+                WorkerSide(
+                    client,
+                    layout,
+                    shard=shard,
+                    slots_ahead=max(2 * units_per_step, MIN_BYTES_AHEAD // layout.payload_bytes),
+                    staging_bytes=self._config.staging_bytes // len(layouts),
+                    load_timeout_s=self._config.load_timeout_ms / 1000,
+                    writes=tensor_rank % group.replicas == 0,
+                    is_chain=group.window == 0,
+                )
+            )
+        return workers[0] if self._groups.is_plain else GroupWorkers(workers)
+
+    @staticmethod
+    def _resume(worker: WorkerSide | GroupWorkers, layouts: list[KVLayout]) -> bool:
+        return worker.resume(layouts) if isinstance(worker, GroupWorkers) else worker.resume(layouts[0])
+
+    @guarded(None)
+    def unregister_kv_caches(self) -> None:
+        """Before sleep (vLLM 0.33): the memory behind the tensors goes away."""
+        if self._worker is not None:
+            self._worker.suspend()
+
+    @guarded(None)
+    def restore_kv_caches(self) -> None:
+        """After it: the same tensors have memory again."""
+        if self._worker is not None:
+            self._worker.resume()
 
     def _keep_loads(self, connector_metadata: Any) -> None:
         """The step saves nothing; its loads are still to be reported (`start_load_kv`)."""
@@ -421,7 +507,19 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, (self._worker.take_finished() or None) if self._worker is not None else None
+        if self._worker is None:
+            return None, None
+        finished = self._worker.take_finished()
+        self._failed_requests = self._worker.take_failed_requests()
+        return None, finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM 0.30. Which blocks failed says enough where there is one KV group; else it is the requests."""
+        _, finished = self.get_finished(finished_req_ids)
+        by_request = finished is not None and not self._groups.is_plain
+        return KVConnectorTransferResults(
+            finished_recving=finished or set(), failed_recving=self._failed_requests if by_request else set()
+        )
 
     @guarded(None, lambda *_: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -437,9 +535,10 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             stats = PrefixCacheStats.of_shard(self._shard, self._worker.take_counts(), self._worker.take_seconds())
         else:
             return None
-        if self._client is not None:
+        if self._clients:
             # When something changed only: vLLM passes on every report that is not empty.
-            line = (self._client.session() is not None, self._client.num_outages)
+            is_connected = all(client.session() is not None for client in self._clients)
+            line = (is_connected, max(client.num_outages for client in self._clients))
             if line != self._reported_line:
                 stats.add_line("scheduler" if self._scheduler is not None else str(self._shard), *line)
                 self._reported_line = line
@@ -449,15 +548,22 @@ class PrefixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients:
+            client.close()
 
 
-def _rank_in_replica(vllm_config: Any) -> int:
-    """This worker's shard: its rank among the tensor and pipeline parallel ranks of one replica."""
+def _rank_in_replica() -> tuple[int, int]:
+    """This worker's (tensor, pipeline) parallel rank in one replica of the model."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return 0
-    tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
-    return int(pipeline.rank_in_group * vllm_config.parallel_config.tensor_parallel_size + tensor.rank_in_group)
+        return 0, 0
+    return parallel_state.get_tp_group().rank_in_group, parallel_state.get_pp_group().rank_in_group
+
+
+def _content_bytes(spec: Any) -> int:
+    """A page without what pads it to the size of other layers' pages."""
+    for name in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
+        if (size := getattr(spec, name, None)) is not None:
+            return int(size)
+    raise UnsupportedLayout(f"{type(spec).__name__} does not say how large its pages are")

@@ -38,13 +38,15 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from connector.block_keys import BlockKeys, RequestIdentity
-from connector.client import LookupAnswer
+from connector.client import LookupAnswer, checksums_of
+from connector.group_plans import GroupPlans
+from connector.groups import Groups
 from connector.load_record import LoadRecord
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan, block_table_changes
 from connector.prefill_rate import PrefillRate
@@ -102,6 +104,7 @@ class RequestState:
     request: Any
     keys: BlockKeys
     block_ids: list[int] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=list)  # of every KV group; only where there are several
     next_save: int = 0
     save_at: float = math.inf
     tainted: bool = False
@@ -137,6 +140,7 @@ class SchedulerSide:
         save_decoded: bool = True,
         min_load_tokens: int = 0,
         options_of: Callable[[Any], RequestOptions] = lambda _request: RequestOptions(),
+        groups: Groups | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -153,6 +157,8 @@ class SchedulerSide:
         self._save_decoded = save_decoded
         self._min_load_blocks = max(-(-min_load_tokens // block_size), 1)
         self._options_of = options_of
+        # None: one KV group of which every block is needed, as in most models.
+        self._groups = GroupPlans(groups) if groups is not None and not groups.is_plain else None
         self._clock = clock
         self._epoch = b""
         self._old_blocks_stay = False
@@ -222,9 +228,11 @@ class SchedulerSide:
             return None
         stop = min(answer.hit_end, limit)
         stop = local + self._record.num_good((state.keys.key(i) for i in range(local, stop)), stop - local)
+        if self._groups is not None and stop < min(answer.hit_end, limit):
+            return 0  # what is promised of a window is of no use before its end
         if stop < limit and answer.retry_at is not None and self._waits_for_more(state, answer.retry_at):
             return None
-        if not answer.hit_start <= local or stop - local < self._min_load_blocks or question.lease_id == 0:
+        if not answer.covers(local) or stop - local < self._min_load_blocks or question.lease_id == 0:
             return 0
         other = self._loading_first.get(state.keys.key(local))
         if other is not None and other is not state and self._is_patient(state, self._load_timeout_s):
@@ -375,8 +383,13 @@ class SchedulerSide:
 
     # --- blocks were allocated ------------------------------------------------------------------------------------
 
-    def after_alloc(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
-        """vLLM allocated `block_ids`, the whole table, and will wait for `num_external_tokens` of them to be loaded."""
+    def after_alloc(
+        self, request: Any, block_ids: list[int], num_external_tokens: int, tables: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """vLLM allocated `block_ids`, the whole table, and will wait for `num_external_tokens` of them to be loaded.
+
+        tables: those of every KV group.
+        """
         state = self._states.get(request.request_id)
         if num_external_tokens == 0:
             # Not chosen, discarded, or the second call after a load: the lease has nothing more to hold.
@@ -392,17 +405,23 @@ class SchedulerSide:
         assert num_blocks <= stop - start, f"{num_blocks} blocks of an offer of {stop - start}"
         stop = start + num_blocks
         columns = slice(start - answer.hit_start, stop - answer.hit_start)
-        load = LoadSpec(
-            request_id=request.request_id,
-            block_ids=tuple(block_ids[start:stop]),
-            keys=state.keys.packed(start, stop),
-            slots=np.ascontiguousarray(answer.slots[:, columns]).tobytes(),
-            generations=np.ascontiguousarray(answer.generations[:, columns]).tobytes(),
-            lease_id=state.question.lease_id,
-            server_epoch=answer.server_epoch,
-            timeout_s=self._time_for(num_blocks),
-            checksums=b"" if answer.checksums is None else np.ascontiguousarray(answer.checksums[:, columns]).tobytes(),
-        )
+        timeout_s = self._time_for(num_blocks)
+        if self._groups is not None:
+            load = self._groups.load(
+                request.request_id, tables, state.keys, start, stop, answer, state.question.lease_id, timeout_s
+            )
+        else:
+            load = LoadSpec(
+                request_id=request.request_id,
+                block_ids=tuple(block_ids[start:stop]),
+                keys=state.keys.packed(start, stop),
+                slots=np.ascontiguousarray(answer.slots[:, columns]).tobytes(),
+                generations=np.ascontiguousarray(answer.generations[:, columns]).tobytes(),
+                lease_id=state.question.lease_id,
+                server_epoch=answer.server_epoch,
+                timeout_s=timeout_s,
+                checksums=checksums_of(answer, columns),
+            )
         state.question.lease_id = 0
         state.offer = None
         self._lets_others_load(state)
@@ -436,7 +455,16 @@ class SchedulerSide:
         num_blocks = num_external_tokens // self._block_size
         if num_blocks:
             self._queue_load(
-                LoadSpec(request_id, tuple(block_ids[-num_blocks:]), b"", b"", b"", lease_id=0, server_epoch=0)
+                LoadSpec(
+                    request_id,
+                    tuple(block_ids[-num_blocks:]) if self._groups is None else self._groups.no_block_ids(num_blocks),
+                    b"",
+                    b"",
+                    b"",
+                    lease_id=0,
+                    server_epoch=0,
+                    num_tokens=num_external_tokens,
+                )
             )
         state = self._states.get(request_id)
         if state is not None:
@@ -462,6 +490,8 @@ class SchedulerSide:
             state = self._states.get(change.request_id)
             if state is None:
                 continue
+            if self._groups is not None:
+                self._groups.follow(state.tables, change)
             if change.replaces:
                 self._scheduled_anew(state, change.block_ids, saves)
             else:
@@ -478,7 +508,10 @@ class SchedulerSide:
             if state is not None:
                 end = state.request.num_computed_tokens + num_scheduled
                 if end >= state.save_at:
-                    self._save_full_blocks(state, end // self._block_size, saves)
+                    if self._groups is None:
+                        self._save_full_blocks(state, end // self._block_size, saves)
+                    else:
+                        self._save_full_units(state, end, saves)
         self._let_leases_go()
         if scheduler_output.num_scheduled_tokens or self._in_flight:
             self._stalled_steps = 0
@@ -516,6 +549,7 @@ class SchedulerSide:
             self._discard_gathers(state)
             self._drop_question(state)
             state.block_ids = []
+            state.tables = []
             state.save_at = math.inf
             state.unanswered_local = 0
             self._late.pop(request_id, None)
@@ -552,10 +586,18 @@ class SchedulerSide:
         state.next_save = num_blocks
         state.save_at = (num_blocks + 1) * self._block_size if num_blocks < state.save_stop else math.inf
 
-    def _save_absent(self, state: RequestState, num_there: int, saves: list[SaveSpec]) -> None:
+    def _save_absent(
+        self, state: RequestState, num_there: int, saves: list[SaveSpec], *, is_late: bool = False
+    ) -> None:
         """Blocks [0, num_there) were there without our doing: those that the server lacks are saved."""
         answer = state.question.answer if state.question is not None else None
-        if answer is None or (answer.hit_start == 0 and answer.hit_end >= num_there):
+        if answer is None:
+            return
+        if self._groups is not None:
+            stop = min(num_there, len(state.keys), state.save_stop)
+            saves.extend(self._groups.saves_absent(state.tables, state.keys, stop, answer, is_late=is_late))
+            return
+        if answer.hit_start == 0 and answer.hit_end >= num_there:
             return
         saves.extend(
             SaveSpec(state.block_ids[block], self._name(state, block))
@@ -567,7 +609,7 @@ class SchedulerSide:
         for request_id, state in list(self._late.items()):
             if state.question is None or self._settle(state.question):
                 del self._late[request_id]
-                self._save_absent(state, state.unanswered_local, saves)
+                self._save_absent(state, state.unanswered_local, saves, is_late=True)
                 state.unanswered_local = 0
 
     def _save_full_blocks(self, state: RequestState, certain: int, saves: list[SaveSpec]) -> None:
@@ -591,6 +633,28 @@ class SchedulerSide:
         state.next_save = block
         state.save_at = (block + 1) * self._block_size if block < state.save_stop else math.inf
         if answer is not None and block >= 8 * len(answer.present) and not state.unanswered_local:
+            self._drop_question(state)  # all that it was about is behind
+
+    def _save_full_units(self, state: RequestState, end: int, saves: list[SaveSpec]) -> None:
+        """As `_save_full_blocks`, where a unit has blocks of several KV groups; tokens [0, end) are computed then."""
+        assert self._groups is not None
+        certain = min(end // self._block_size, state.save_stop)
+        unit = state.next_save
+        known = min(certain, state.keys.extend(state.request.all_token_ids))
+        question = state.question
+        answer = question.answer if question is not None and self._settle(question) else None
+        stop = known if self._speculates else certain
+        while unit < stop:
+            for spec in self._groups.saves(state.tables, unit, state.request.num_computed_tokens, end, answer):
+                if unit < known:
+                    saves.append(spec._replace(name=self._name(state, unit)))
+                else:
+                    ticket = self._next_ticket = self._next_ticket + 1
+                    self._nameless[ticket] = (state, unit)
+                    saves.append(spec._replace(ticket=ticket))
+            unit += 1
+        self._saved_up_to(state, unit)
+        if answer is not None and unit >= 8 * len(answer.present) and not state.unanswered_local:
             self._drop_question(state)  # all that it was about is behind
 
     def _name(self, state: RequestState, block: int) -> BlockName:
@@ -620,8 +684,13 @@ class SchedulerSide:
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def loads_ended(self, finished: Iterable[str], failed_block_ids: set[int] | None) -> None:
-        """The workers reported these requests' loads, all ranks of them. None: which blocks failed is not known."""
+    def loads_ended(
+        self, finished: Iterable[str], failed_block_ids: set[int] | None, failed_requests: Collection[str] = ()
+    ) -> None:
+        """The workers reported these requests' loads, all ranks of them. None: which blocks failed is not known.
+
+        failed_requests: said instead of blocks where there are several KV groups.
+        """
         any_late = False
         for request_id in finished:
             load = self._in_flight.pop(request_id, None)
@@ -630,14 +699,14 @@ class SchedulerSide:
             self._end_load(load)
             due = self._due.pop(request_id, math.inf)
             was_wanted = request_id not in self._unwanted
-            # The engine goes on from the first block that failed on any rank: what lies behind it is computed, too.
-            num_good = 0 if failed_block_ids is None else _run_before(load.block_ids, failed_block_ids)
+            failed = None if request_id in failed_requests else failed_block_ids
+            num_good = self._num_good(load, failed)
             self._count_load(load, num_good, was_wanted)
             self._unwanted.discard(request_id)
             self._cancelled.discard(request_id)
             if was_wanted and load.keys:
-                any_late |= self._note_load(load, failed_block_ids, due)
-            if num_good == len(load.block_ids):
+                any_late |= self._note_load(load, failed, due)
+            if num_good == self._num_promised(load):
                 continue
             state = self._states.get(request_id)  # None: aborted, or failed for good by vLLM's policy
             if state is not None:
@@ -651,8 +720,19 @@ class SchedulerSide:
         if any_late:
             self._client.doubt()  # last: from then on nothing is sent, and the leases would live until they expire
 
+    def _num_promised(self, load: LoadSpec) -> int:
+        return load.num_tokens // self._block_size or load.num_blocks
+
+    def _num_good(self, load: LoadSpec, failed_block_ids: set[int] | None) -> int:
+        """The engine goes on from the first block that failed on any rank: what lies behind it is computed, too. Of
+        several groups all arrived, or nothing is worth anything.
+        """
+        if failed_block_ids is None:
+            return 0
+        return self._num_promised(load) if self._groups is not None else _run_before(load.block_ids, failed_block_ids)
+
     def _count_load(self, load: LoadSpec, num_good: int, was_wanted: bool) -> None:
-        num_blocks = len(load.block_ids)
+        num_blocks = self._num_promised(load)
         self._counts["loaded_tokens"] += num_good * self._block_size
         if num_good == num_blocks:
             self._counts["loads:done"] += 1
@@ -663,7 +743,9 @@ class SchedulerSide:
 
     def _note_load(self, load: LoadSpec, failed_block_ids: set[int] | None, due: float) -> bool:
         """Remembers what came of it. True: it ran into its deadline, which casts doubt on the server."""
-        failed = [failed_block_ids is None or block_id in failed_block_ids for block_id in load.block_ids]
+        failed = [failed_block_ids is None] * load.num_blocks
+        if self._groups is None and failed_block_ids:
+            failed = [block_id in failed_block_ids for block_id in load.block_ids]
         late = any(failed) and self._clock() >= due
         self._record.ended(load.block_keys(), failed, late=late)
         if late:

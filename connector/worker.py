@@ -78,7 +78,7 @@ class Written:
 class LoadJob:
     """A load in `num_parts` parts, each the work of one transfer thread. Reported when the last part has ended.
 
-    `deadline`: monotonic seconds. `halt` is set when the load is not wanted any more.
+    `deadline`: monotonic seconds. `halt` is set when the load is not wanted any more. `failed`: numbers of its blocks.
     """
 
     load: LoadSpec
@@ -102,7 +102,11 @@ class Step:
 
 
 class WorkerSide:
-    """One rank. Built when the engine has registered its KV tensors."""
+    """One rank, one store group (`groups.py`). Built when the engine has registered its KV tensors.
+
+    writes: else another rank, which holds the same bytes, saves them. is_chain: else blocks are stored as if each stood
+    alone, for it is needed whether or not those before it are there.
+    """
 
     def __init__(
         self,
@@ -113,10 +117,14 @@ class WorkerSide:
         slots_ahead: int,
         staging_bytes: int,
         load_timeout_s: float,
+        writes: bool = True,
+        is_chain: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._layout = layout
+        self._writes = writes
+        self._is_chain = is_chain
         self._shard = shard
         self._slots_ahead = slots_ahead
         self._load_timeout_s = load_timeout_s
@@ -132,6 +140,10 @@ class WorkerSide:
         self._results = threading.Lock()
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._suspended = False
+        self._num_copying = 0  # parts of loads that may write into the engine's memory now
+        self._copies_ended = threading.Condition(self._results)
         self._jobs: dict[str, LoadJob] = {}  # loads under way
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -153,16 +165,17 @@ class WorkerSide:
                 job.halt.set()
         if plan.names:
             self._give_names(plan)
-        if not plan.saves:
+        if not plan.saves or not self._writes:
             return
-        lane = self._current_lane()
+        lane = self._current_lane() if not self._suspended else None
         slots = lane.pool.take(len(plan.saves)) if lane is not None else []
         self._count("dropped_blocks", len(plan.saves) - len(slots))
         if lane is None or not slots:
             return
         saves = plan.saves[: len(slots)]
         try:
-            gather = Gather(self._layout, lane.memory, [save.block_id for save in saves], slots)
+            block_ids = [block_id for save in saves for block_id in (save.block_id, *save.more)]
+            gather = Gather(self._layout, lane.memory, block_ids, slots)
         except LookupError:
             self._count("dropped_blocks", len(saves))  # the slots' segment never came: they go with the session
             return
@@ -207,7 +220,7 @@ class WorkerSide:
     def start_loads(self, loads: Sequence[LoadSpec]) -> None:
         now = self._clock()
         for load in loads:
-            num_blocks = len(load.block_ids)
+            num_blocks = load.num_blocks
             num_parts = min(NUM_LOAD_THREADS, 1 + num_blocks * self._layout.payload_bytes // MIN_PART_BYTES, num_blocks)
             job = LoadJob(load, num_parts, now + min(load.timeout_s, self._load_timeout_s), now)
             with self._results:
@@ -217,15 +230,16 @@ class WorkerSide:
                 try:
                     self._loaders.submit(self._load_part, job, start, stop)
                 except RuntimeError:  # shut down meanwhile
-                    self._end_part(job, load.block_ids[start:stop])
+                    self._end_part(job, range(start, stop))
 
     def fail_loads(self, loads: Sequence[LoadSpec]) -> None:
         """Reports loads as failed that were never started. Those that were are reported by their threads."""
         with self._results:
             for load in loads:
                 if load.request_id not in self._jobs and load.request_id not in self._finished:
-                    self._counts["load_failed_blocks"] += len(load.block_ids)
+                    self._counts["load_failed_blocks"] += load.num_blocks
                     self._finished.add(load.request_id)
+                    self._failed_requests.add(load.request_id)
                     self._failed_blocks.update(load.block_ids)
 
     def take_finished(self) -> set[str]:
@@ -237,6 +251,12 @@ class WorkerSide:
     def take_failed_blocks(self) -> set[int]:
         with self._results:
             failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Those of which a block failed, among the finished."""
+        with self._results:
+            failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_counts(self) -> dict[str, int]:
@@ -264,6 +284,28 @@ class WorkerSide:
         self._loaders.shutdown(wait=True, cancel_futures=True)
         if self._saver.is_alive():
             self._saver.join(DRAIN_S)
+
+    def suspend(self) -> None:
+        """The engine's memory goes away (sleep), or moves: when this has returned, nothing of ours reads it or writes
+        into it, until `resume`. Loads that are under way fail; saves are dropped and counted."""
+        self.abandon_step()
+        with self._copies_ended:
+            self._suspended = True
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.halt.set()
+        with self._copies_ended:
+            self._copies_ended.wait_for(lambda: self._num_copying == 0)
+
+    def resume(self, layout: KVLayout | None = None) -> bool:
+        """It is there again. `layout`: where, if it moved. False, and nothing is resumed, if payloads would differ."""
+        if layout is not None:
+            if (layout.descriptor, layout.payload_bytes) != (self._layout.descriptor, self._layout.payload_bytes):
+                return False
+            self._layout = layout
+            self._runs_of_layers = layout.runs_of_layers()
+        self._suspended = False
+        return True
 
     def _count(self, name: str, number: int) -> None:
         if number:
@@ -314,20 +356,26 @@ class WorkerSide:
     def _load_part(self, job: LoadJob, start: int, stop: int) -> None:
         """Blocks [start, stop) of a load."""
         load = job.load
-        failed: Sequence[int] = load.block_ids[start:stop]
+        failed: Sequence[int] = range(start, stop)
+        with self._results:
+            may_copy = not self._suspended
+            self._num_copying += may_copy
         try:
             session = self._client.session()
-            if session is not None and session.server_epoch == load.server_epoch and load.keys:
+            if may_copy and session is not None and session.server_epoch == load.server_epoch and load.keys:
                 with session.inside():
                     job.is_mapped = session.mapped
                     copy = self._load_mapped if session.mapped else self._load_stream
                     failed = copy(job, start, stop, session)
         except Exception:
             logger.exception("load of %d blocks failed", stop - start)
+        with self._copies_ended:
+            self._num_copying -= may_copy
+            self._copies_ended.notify_all()
         self._end_part(job, failed)
 
     def _end_part(self, job: LoadJob, failed: Sequence[int]) -> None:
-        """No thread writes into these blocks any more. The last part reports the load."""
+        """No thread writes into these blocks any more. The last part reports the load. `failed`: numbers of blocks."""
         with self._results:
             job.failed.extend(failed)
             job.num_parts -= 1
@@ -338,8 +386,8 @@ class WorkerSide:
     def _report(self, job: LoadJob) -> None:
         """The lock `_results` is held."""
         load = job.load
-        failed = list(load.block_ids) if job.halt.is_set else job.failed
-        num_loaded = len(load.block_ids) - len(failed)
+        failed = list(range(load.num_blocks)) if job.halt.is_set else job.failed
+        num_loaded = load.num_blocks - len(failed)
         if num_loaded:
             path = "mapped" if job.is_mapped else "stream"
             self._counts[f"loaded_bytes:{path}"] += num_loaded * self._layout.payload_bytes
@@ -347,21 +395,23 @@ class WorkerSide:
             self._seconds[f"load_seconds:{path}"].append(self._clock() - job.started_at)
         if failed:
             self._counts["load_failed_blocks"] += len(failed)
-        self._failed_blocks.update(failed)
+            self._failed_requests.add(load.request_id)
+        for block in failed:
+            self._failed_blocks.update(load.block_ids_of(block, block + 1))
         self._finished.add(load.request_id)
 
     def _load_mapped(self, job: LoadJob, start: int, stop: int, session: Session) -> Sequence[int]:
-        """Copies slots into pages. Returns the block_ids whose slot was not (any more) what was promised."""
+        """Copies slots into pages. Returns the blocks whose slot was not (any more) what was promised."""
         load = job.load
-        block_ids = load.block_ids[start:stop]
-        first = self._shard * len(load.block_ids)
+        first = self._shard * load.num_blocks
         mine = slice(first + start, first + stop)
         slots = np.frombuffer(load.slots, dtype="<u8")[mine]
         promised = np.frombuffer(load.generations, dtype="<u4")[mine]
         memory = SlotMemory(self._layout, session, None)
         before = memory.generations(slots)
-        if before is None or slots.size != len(block_ids):
-            return block_ids
+        if before is None or slots.size != stop - start:
+            return range(start, stop)
+        block_ids = load.block_ids_of(start, stop)
         broken = before != promised
         if load.checksums:
             # Before the copy, and the generations again after it: what was verified is what is copied.
@@ -370,11 +420,11 @@ class WorkerSide:
             assert after is not None
             self._tell_of_broken(session, load, start, broken & (after == promised))
         if not scatter(self._layout, memory, block_ids, slots.tolist(), lambda: self._is_unwanted(job)):
-            return block_ids
+            return range(start, stop)
         after = memory.generations(slots)
         assert after is not None
         broken |= after != promised
-        return [block_ids[i] for i in np.flatnonzero(broken)]
+        return [start + int(i) for i in np.flatnonzero(broken)]
 
     def _load_stream(self, job: LoadJob, start: int, stop: int, session: Session) -> Sequence[int]:
         """Receives payloads into staging, a batch at a time, and copies those that are whole and verified."""
@@ -384,13 +434,13 @@ class WorkerSide:
         with self._staging.load_slots() as slots:
             for at in range(start, stop, len(slots)):
                 if self._is_unwanted(job):
-                    return failed + list(load.block_ids[at:stop])
-                block_ids = load.block_ids[at : min(at + len(slots), stop)]
-                batch = slots[: len(block_ids)]
+                    return [*failed, *range(at, stop)]
+                end = min(at + len(slots), stop)
+                batch = slots[: end - at]
                 payloads = [self._staging.memory.payload(slot) for slot in batch]
                 checksums = self._client.get(
                     session,
-                    b"".join(keys[at : at + len(block_ids)]),
+                    b"".join(keys[at:end]),
                     load.lease_id,
                     payloads,
                     timeout_s=RECEIVE_SHARE * (job.deadline - self._clock()),
@@ -404,12 +454,12 @@ class WorkerSide:
                 whole = scatter(
                     self._layout,
                     self._staging.memory,
-                    [block_ids[i] for i in good],
+                    [block_id for i in good for block_id in load.block_ids_of(at + i, at + i + 1)],
                     [batch[i] for i in good],
                     lambda: self._is_unwanted(job),
                 )
                 loaded = set(good) if whole else set()
-                failed.extend(block_id for i, block_id in enumerate(block_ids) if i not in loaded)
+                failed.extend(at + i for i in range(end - at) if i not in loaded)
                 came = np.array([checksum is not None for checksum in checksums], dtype=np.bool_)
                 came[good] = False
                 self._tell_of_broken(session, load, at, came)
@@ -432,7 +482,7 @@ class WorkerSide:
             self._client.verify(session, b"".join(keys[at] for at in places.tolist()))
 
     def _is_unwanted(self, job: LoadJob) -> bool:
-        return self._stopping or job.halt.is_set or self._clock() >= job.deadline
+        return self._stopping or self._suspended or job.halt.is_set or self._clock() >= job.deadline
 
     # --- saver thread: reservations, commits ----------------------------------------------------------------------
 
@@ -482,7 +532,7 @@ class WorkerSide:
         slots = [written.slot for written in batch]
         keys = b"".join(written.name.key for written in batch)
         parents = b"".join(written.name.parent for written in batch)
-        depths = np.array([written.name.depth for written in batch], dtype="<u4")
+        depths = np.array([written.name.depth if self._is_chain else 0 for written in batch], dtype="<u4")
         started_at = self._clock()
         with lane.session.inside():
             if lane.session.mapped:

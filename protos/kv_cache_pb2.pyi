@@ -30,7 +30,7 @@ COMMIT_STATUS_REFUSED: CommitStatus
 COMMIT_STATUS_DROPPED: CommitStatus
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "role", "engine_id", "client_name", "pid", "namespace", "shard", "wants_descriptors", "min_protocol_version")
+    __slots__ = ("protocol_version", "role", "engine_id", "client_name", "pid", "namespace", "shard", "wants_descriptors", "min_protocol_version", "num_replicas")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class AttachRequest(_message.Message):
     SHARD_FIELD_NUMBER: _ClassVar[int]
     WANTS_DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     MIN_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: Role
     engine_id: str
@@ -49,7 +50,8 @@ class AttachRequest(_message.Message):
     shard: Shard
     wants_descriptors: bool
     min_protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., engine_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., shard: _Optional[_Union[Shard, _Mapping]] = ..., wants_descriptors: bool = ..., min_protocol_version: _Optional[int] = ...) -> None: ...
+    num_replicas: int
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., engine_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., shard: _Optional[_Union[Shard, _Mapping]] = ..., wants_descriptors: bool = ..., min_protocol_version: _Optional[int] = ..., num_replicas: _Optional[int] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("fingerprint", "text", "key_bytes", "num_shards")
@@ -64,14 +66,16 @@ class Namespace(_message.Message):
     def __init__(self, fingerprint: _Optional[bytes] = ..., text: _Optional[str] = ..., key_bytes: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("index", "payload_bytes", "descriptor")
+    __slots__ = ("index", "payload_bytes", "descriptor", "replica")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     index: int
     payload_bytes: int
     descriptor: bytes
-    def __init__(self, index: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
+    replica: int
+    def __init__(self, index: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., descriptor: _Optional[bytes] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("attached", "closing")
@@ -124,7 +128,7 @@ class Limits(_message.Message):
     def __init__(self, max_payload_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., max_reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms", "recompute_us_per_block", "wants_checksums")
+    __slots__ = ("session_id", "keys", "first", "lease", "wait_ms", "recompute_us_per_block", "wants_checksums", "window", "groups")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +136,8 @@ class LookupRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     WANTS_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     keys: bytes
     first: int
@@ -139,10 +145,22 @@ class LookupRequest(_message.Message):
     wait_ms: int
     recompute_us_per_block: float
     wants_checksums: bool
-    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ..., recompute_us_per_block: _Optional[float] = ..., wants_checksums: bool = ...) -> None: ...
+    window: int
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., lease: bool = ..., wait_ms: _Optional[int] = ..., recompute_us_per_block: _Optional[float] = ..., wants_checksums: bool = ..., window: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
+
+class KvGroup(_message.Message):
+    __slots__ = ("fingerprint", "window", "num_replicas")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: bytes
+    window: int
+    num_replicas: int
+    def __init__(self, fingerprint: _Optional[bytes] = ..., window: _Optional[int] = ..., num_replicas: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers", "retry_ms", "checksums")
+    __slots__ = ("present", "hit_start", "hit_end", "lease_id", "lease_ms", "slots", "generations", "retry", "missing_workers", "retry_ms", "checksums", "groups")
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     HIT_START_FIELD_NUMBER: _ClassVar[int]
     HIT_END_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +172,7 @@ class LookupReply(_message.Message):
     MISSING_WORKERS_FIELD_NUMBER: _ClassVar[int]
     RETRY_MS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     present: bytes
     hit_start: int
     hit_end: int
@@ -165,7 +184,22 @@ class LookupReply(_message.Message):
     missing_workers: int
     retry_ms: int
     checksums: bytes
-    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ..., retry_ms: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroupReply]
+    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., hit_end: _Optional[int] = ..., lease_id: _Optional[int] = ..., lease_ms: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., retry: bool = ..., missing_workers: _Optional[int] = ..., retry_ms: _Optional[int] = ..., checksums: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[KvGroupReply, _Mapping]]] = ...) -> None: ...
+
+class KvGroupReply(_message.Message):
+    __slots__ = ("present", "hit_start", "slots", "generations", "checksums")
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    HIT_START_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    present: bytes
+    hit_start: int
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+    def __init__(self, present: _Optional[bytes] = ..., hit_start: _Optional[int] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids")

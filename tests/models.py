@@ -63,6 +63,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 64,
             "pad_token_id": 0,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "tie_word_embeddings": False,  # tied, it repeats itself whatever went before
             "initializer_range": 0.06,
         },
     ),

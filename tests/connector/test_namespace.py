@@ -488,17 +488,21 @@ def test_the_operators_namespace_replaces_the_model_identity_and_nothing_else(tm
         ({"speculative": SimpleNamespace(method="eagle")}, (), "'eagle'"),
         ({"speculative": SimpleNamespace(method="deepseek_mtp")}, (), "'deepseek_mtp'"),
         ({"speculative": SimpleNamespace(method=None)}, (), "'draft_model'"),
-        ({}, (spec(), spec("SlidingWindowSpec")), "2 KV groups (FullAttentionSpec, SlidingWindowSpec)"),
-        ({}, (spec("SlidingWindowSpec"),), "SlidingWindowSpec"),
-        ({}, (spec("MambaSpec"),), "MambaSpec"),
+        ({}, (spec(), spec("CrossAttentionSpec")), "KV group 1 of 2: layers of kind CrossAttentionSpec"),
+        ({}, (spec("MambaSpec"),), "mamba_cache_mode 'align', not 'none'"),
+        ({}, (spec("MambaSpec", mamba_cache_mode="all"),), "mamba_cache_mode 'align', not 'all'"),
+        (
+            {"speculative": SimpleNamespace(method="ngram")},
+            (spec(), spec("MambaSpec", mamba_cache_mode="align")),
+            "KV group 1 of 2: speculative decoding",
+        ),
+        ({}, (spec(prefix_cacheable=False),), "(FullAttentionSpec) none has blocks"),
         ({}, (spec("SinkFullAttentionSpec"),), "SinkFullAttentionSpec"),
         ({}, (spec("RSWASpec"),), "RSWASpec"),
         ({}, (spec("HiddenStateCacheSpec"),), "HiddenStateCacheSpec"),
-        ({}, (uniform(spec(), spec("SlidingWindowSpec")),), "SlidingWindowSpec"),
+        ({}, (uniform(spec(), spec("SlidingWindowSpec", sliding_window=64)),), "windows of several lengths"),
         ({}, (spec(non_causal=True),), "later tokens"),
         ({}, (spec("MLAAttentionSpec", tokens_per_state=4),), "one KV state per 4 tokens"),
-        ({"parallel__tensor_parallel_size": 2}, (spec("MLAAttentionSpec"),), "MLA with tensor_parallel_size 2"),
-        ({"parallel__tensor_parallel_size": 2}, (uniform(spec("MLAAttentionSpec")),), "MLA with tensor_parallel_size"),
         ({}, (spec(block_size=32),), "block_size 32 differs"),
     ],
 )
@@ -511,7 +515,7 @@ def test_a_model_without_attention_is_not_supported() -> None:
     """No group, nothing to keep."""
     kv = SimpleNamespace(kv_cache_groups=[], kv_cache_layout=None)
 
-    assert "0 KV groups (none)" in str(why_unsupported(vllm_config("m"), kv))
+    assert "KV groups (none)" in str(why_unsupported(vllm_config("m"), kv))
 
 
 @pytest.mark.parametrize(
@@ -520,7 +524,11 @@ def test_a_model_without_attention_is_not_supported() -> None:
         ({}, (spec(),)),
         ({}, (uniform(spec(), spec(head_size=64)),)),
         ({}, (spec("MLAAttentionSpec"),)),
+        ({"parallel__tensor_parallel_size": 2}, (uniform(spec("MLAAttentionSpec")),)),
         ({}, (spec(sliding_window=64),)),
+        ({}, (spec(), spec("SlidingWindowSpec", sliding_window=64), spec("MambaSpec", mamba_cache_mode="align"))),
+        ({}, (spec(), spec("CircularBufferSpec", prefix_cacheable=False))),
+        ({}, (spec("ChunkedLocalAttentionSpec", attention_chunk_size=64),)),
         ({"parallel__tensor_parallel_size": 2, "parallel__pipeline_parallel_size": 2}, (spec(),)),
         ({"speculative": SimpleNamespace(method="ngram")}, (spec(),)),
         ({"speculative": SimpleNamespace(method="suffix")}, (spec(),)),
@@ -530,6 +538,15 @@ def test_a_model_without_attention_is_not_supported() -> None:
 def test_what_is_supported(fields: dict[str, Any], specs: tuple[Any, ...]) -> None:
     """Positive controls."""
     assert why_unsupported(vllm_config("m", **fields), kv_cache_config(*specs)) is None
+
+
+@pytest.mark.parametrize("specs", [(spec(), spec()), (spec("SlidingWindowSpec", sliding_window=64),)])
+def test_before_vllm_0_30_groups_and_windows_are_not_supported(specs: tuple[Any, ...]) -> None:
+    """It could not be told that a load failed: block ids are not unique there, or say too little."""
+    reason = why_unsupported(vllm_config("m"), kv_cache_config(*specs), can_fail_by_request=False)
+
+    assert "need vLLM 0.30" in str(reason)
+    assert why_unsupported(vllm_config("m"), kv_cache_config(spec()), can_fail_by_request=False) is None
 
 
 @pytest.mark.parametrize(

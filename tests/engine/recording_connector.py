@@ -102,7 +102,7 @@ class RecordingConnector(PrefixCacheConnector):
         self._kv_caches = kv_caches
         if self._worker is None:
             return
-        hello = self._client.hello
+        hello = self._clients[0].hello
         self._record(
             "attached",
             fingerprint=hello.fingerprint.hex(),
