@@ -1,6 +1,7 @@
 """The node's path: 64 payloads of 1 MiB from the engine's pages into the cache and back.
 
     python -m benchmarks.node_path [--rounds 15] [--layers 16]
+    python -m benchmarks.node_path --layouts     gather and scatter alone, for every way in which pages may lie
 
 Beside every figure, in the same run: the same 64 blocks copied one by one with numpy (the ceiling of the ratio
 `/ numpy`), one torch copy of all of them (`/ torch`), and, for streams, the same bytes sent through bare gRPC.
@@ -13,6 +14,7 @@ what a save pays for them, on the saver's thread beside the engine: 64 sums over
 
 import argparse
 import concurrent.futures
+import functools
 import hashlib
 import threading
 import time
@@ -24,8 +26,9 @@ import xxhash
 
 from benchmarks.bench import client, median, rounds, server, table
 from connector.client import CHUNK_BYTES, CacheClient, LookupAnswer
-from connector.kv_layout import KVLayout, layout_of
+from connector.kv_layout import KVLayout, layout_of, layout_of_tables
 from connector.plan import BlockName, LoadSpec, SaveSpec, StepPlan
+from connector.transfer import Gather, SlotMemory, new_staging, scatter, use_one_thread
 from connector.worker import WorkerSide
 
 NUM_BLOCKS = 64
@@ -48,6 +51,73 @@ def engine_pages(num_layers: int) -> tuple[KVLayout, list[torch.Tensor]]:
     }
     layout = layout_of(tensors, list(tensors), dict.fromkeys(tensors, page_words * 8), 2 * NUM_BLOCKS)
     return layout, list(tensors.values())
+
+
+LAYOUTS = {
+    "layer by layer (LBHNC, LBNHC)": 1,
+    "block by block (BLHNC, BLNHC)": 1,
+    "heads before blocks (LHBNC)": 8,
+    "keys and values apart": 2,
+    "two block tables in a payload": 1,
+}
+
+
+def pages_in(name: str, num_layers: int) -> KVLayout:
+    """The pages of 128 blocks in a layout; its figure in LAYOUTS says of how many runs a page is."""
+    words, num_blocks = PAYLOAD_BYTES // num_layers // 8, 2 * NUM_BLOCKS
+    names = [f"layer.{i}" for i in range(num_layers)]
+    runs = LAYOUTS[name]
+    if name.startswith("block by block"):
+        backing = torch.randint(1 << 40, (num_blocks, num_layers, words), dtype=torch.int64)
+        tensors = {layer: backing[:, i] for i, layer in enumerate(names)}
+    else:
+        tensors = {
+            layer: torch.randint(1 << 40, (runs, num_blocks, words // runs), dtype=torch.int64) for layer in names
+        }
+        if not name.startswith("keys"):
+            tensors = {layer: tensor.transpose(0, 1) for layer, tensor in tensors.items()}
+    tables = [names[::2], names[1::2]] if name.startswith("two") else [names]
+    layout = layout_of_tables(tensors, tables, dict.fromkeys(names, words * 8), num_blocks)
+    assert len(layout.layers) == num_layers * runs and layout.payload_bytes == PAYLOAD_BYTES
+    return layout
+
+
+def _gather(layout: KVLayout, memory: SlotMemory, block_ids: list[int], slots: list[int]) -> None:
+    Gather(layout, memory, block_ids, slots).copy_rest()
+
+
+def by_layout(num_rounds: int, num_layers: int) -> None:
+    """64 payloads between pages and contiguous slots, on one thread; beside one torch copy of the same bytes."""
+    use_one_thread()
+    source = torch.randint(1 << 40, (NUM_BLOCKS, PAYLOAD_BYTES // 8), dtype=torch.int64)
+    target = torch.zeros_like(source)
+    rows = []
+    for name in LAYOUTS:
+        layout = pages_in(name, num_layers)
+        memory = SlotMemory(layout, None, new_staging(TOTAL_BYTES))
+        slots = [i * memory.granules_per_slot for i in range(NUM_BLOCKS)]
+        for order_name, order in (
+            ("contiguous", list(range(NUM_BLOCKS))),
+            ("scattered", np.random.default_rng(2).permutation(NUM_BLOCKS).tolist()),
+        ):
+            block_ids = [block for block in order for _ in range(layout.num_tables)]
+            elsewhere = [NUM_BLOCKS + block for block in block_ids]
+            cases = {
+                "plain": functools.partial(target.copy_, source),
+                "gather": functools.partial(_gather, layout, memory, block_ids, slots),
+                "scatter": functools.partial(scatter, layout, memory, elsewhere, slots, lambda: False),
+            }
+            seconds = {verb: median(values) for verb, values in rounds(cases, num_rounds).items()}
+            for layer in layout.layers:
+                blocks = torch.tensor(order)
+                assert torch.equal(layer.pages[blocks], layer.pages[blocks + NUM_BLOCKS]), name
+            ratios = [f"{seconds['plain'] / seconds[verb]:.2f}" for verb in ("gather", "scatter")]
+            rows.append([f"{name}, {order_name} block_ids", f"{TOTAL_BYTES / seconds['plain'] / 1e9:.1f}", *ratios])
+    table(
+        f"64 payloads of 1 MiB, {num_layers} layers, median of {num_rounds} rounds",
+        ["", "plain GB/s", "gather / plain", "scatter / plain"],
+        rows,
+    )
 
 
 class Bench:
@@ -165,7 +235,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layouts", action="store_true")
     args = parser.parse_args()
+    if args.layouts:
+        by_layout(args.rounds, args.layers)
+        return
     layout, tensors = engine_pages(args.layers)
     source = np.random.default_rng(1).integers(0, 1 << 40, (NUM_BLOCKS, PAYLOAD_BYTES // 8))
     target = np.zeros_like(source)
