@@ -81,7 +81,6 @@ class Lines:
         worker = WorkerSide(
             client,
             layout,
-            block_size=BLOCK_SIZE,
             shard=shard,
             slots_ahead=24,
             staging_bytes=4 << 20,
@@ -326,7 +325,7 @@ def test_another_engine_loads_all_groups_and_nothing_else_changes(lines: Lines) 
 
     assert load(reader.worker, hybrid_load(answer, names, [[31, 32, 33, 34], [41, 42], [51, NO_BLOCK]])) == set()
 
-    assert reader.worker.take_counts() == {"loaded_tokens": 4 * BLOCK_SIZE}
+    assert reader.worker.take_counts()["loaded_blocks"] == 4 + 2
     targets = [[(31 + i, 1 + i) for i in range(4)]] * 2, [[(41, 13), (42, 14)]] * 2 + [[(51, 23)]] * 2
     for pages, held, was, moves in zip(reader.pages, writer.pages, before, targets, strict=True):
         for (name, page), moved in zip(pages.items(), moves, strict=True):
@@ -346,7 +345,8 @@ def test_a_load_is_reported_once_when_the_last_group_has_ended_and_failed_when_o
     assert load(engine.worker, good) == set()
     engine.worker.take_counts()
     assert load(engine.worker, dataclasses.replace(good, others=(wrong,))) == {"r"}
-    assert engine.worker.take_counts() == {"load_failed_tokens": 4 * BLOCK_SIZE}
+    counts = engine.worker.take_counts()
+    assert (counts["loaded_blocks"], counts["load_failed_blocks"]) == (4, 2)
     assert engine.worker.take_failed_blocks() == set(), "block ids say nothing without their group"
     assert load(engine.worker, dataclasses.replace(good, keys=b"")) == {"r"}
     engine.worker.fail_loads([good])
@@ -380,7 +380,7 @@ def test_nothing_is_read_or_written_between_sleep_and_wake(lines: Lines) -> None
     assert engine.worker.resume()
 
     assert failed == {"r"}
-    assert (counts["dropped_blocks"], counts["load_failed_tokens"]) == (1, 3 * BLOCK_SIZE)
+    assert (counts["dropped_blocks"], counts["load_failed_blocks"]) == (1, 3 + 2)
     assert unchanged
     assert load(engine.worker, spec) == set()
     assert torch.equal(engine.pages[0]["layer.0"][31:34], engine.pages[0]["layer.0"][1:4])

@@ -106,7 +106,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             second = [it.generate_one(one, max_tokens=NUM_TOKENS) for one in asked]
             it.clear_local()
             second.append(it.generate_one(asked[1], max_tokens=NUM_TOKENS))
-            figures = it.metric(LOADED, shard="0"), it.metric(FAILED)
+            figures = it.metric(LOADED), it.metric(FAILED)
         yield Run(model, asked, cold, first, second, stats, *figures)
 
 

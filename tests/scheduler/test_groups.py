@@ -228,7 +228,7 @@ def test_c29_a_failed_load_is_reported_by_request_and_computed(
     assert engine.worker.num_failed == 1
     assert engine.finished["b"] == ("length" if policy == "recompute" else "error")
     if policy == "recompute":
-        assert engine.connector.stats.data["scheduler"]["failed_loads"] == 1
+        assert engine.connector.stats.data["scheduler"]["loads:failed"] == 1
     engine.check_answer(request)
     engine.worker.fail_loads = False
     engine.clear_local()
