@@ -374,7 +374,7 @@ def _checksums(packed: bytes, shape: tuple[int, ...]) -> U64 | None:
 
 
 def _promised(reply: kv_cache_pb2.KvGroupReply, num_shards: int, hit_end: int) -> tuple[U64, U32, U64 | None]:
-    """(slots, generations, checksums) of a group, `[num_shards, hit_end - hit_start]`; nothing if they are not so many."""
+    """(slots, generations, checksums) of a group, `[num_shards, hit_end - hit_start]`; nothing if not as many."""
     slots, generations = np.frombuffer(reply.slots, dtype="<u8"), np.frombuffer(reply.generations, dtype="<u4")
     shape = (num_shards, hit_end - reply.hit_start)
     if shape[1] <= 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:

@@ -26,7 +26,7 @@ from typing import Any
 
 from connector.block_keys import KEY_BYTES
 from connector.groups import KINDS, STATE, cacheable_group_ids, groups_of, layer_specs, needed_pages
-from connector.weights import files_fingerprint, weight_files
+from connector.weights import files_fingerprint, hub_snapshot, weight_files
 
 FORMAT_VERSION = 2  # raised with every change of the key encoding, of these fields or of a payload's bytes
 
@@ -50,6 +50,7 @@ _MAX_SHOWN_CONFIG = 32 << 10
 
 # Says where the configuration was read and by which library, not what it is.
 _CONFIG_KEYS_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "name_or_path", "_commit_hash"})
+_ROPE_KEYS = frozenset({"rope_parameters", "rope_scaling"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,7 @@ def _speculator_with_kv(speculative: Any) -> str | None:
 def _model_identity(vllm_config: Any) -> dict[str, Any]:
     model, load = vllm_config.model_config, vllm_config.load_config
     identity: dict[str, Any] = {
-        "config": _shown(_hf_config_fields(model.hf_config)),
+        "config": _shown(_config_identity(model, getattr(load, "download_dir", None))),
         # Which of vLLM's classes runs it: its own or the Transformers one, which may order a head's numbers otherwise.
         "architecture": _plain(getattr(model, "architecture", None)),
     }
@@ -323,6 +324,42 @@ def _shown_value(value: Any) -> Any:
 
 def _digest(value: Any) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()}"
+
+
+def _config_identity(model: Any, download_dir: str | None) -> Any:
+    """The resolved configuration, with the rotary embedding's part as it was given.
+
+    Building a model changes that part in place (vLLM 0.32: `rope_parameters["partial_rotary_factor"] = 1.0`, in 33
+    places): only in the workers, where it has happened when this is called, and not on the scheduler side. Their
+    namespaces would differ and nothing would ever hit. Where it was given cannot be read, it stays as it is here.
+    """
+    resolved = _hf_config_fields(model.hf_config)
+    overrides = getattr(model, "hf_overrides", None) or {}
+    path = Path(getattr(model, "hf_config_path", None) or model.model)
+    directory = path if path.is_dir() else hub_snapshot(str(path), model.revision, download_dir)
+    file = directory / "config.json" if directory is not None else None
+    if file is None or not file.is_file() or not isinstance(overrides, Mapping):
+        return resolved
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return resolved
+    return {"resolved": _split_rope(resolved)[0], "rope": _split_rope(given)[1], "overrides": _plain(overrides)}
+
+
+def _split_rope(value: Any) -> tuple[Any, Any]:
+    """(`value` without what configures the rotary embedding, that alone), in configurations within it too."""
+    if not isinstance(value, Mapping):
+        return value, None
+    rest, rope = {}, {}
+    for key, item in value.items():
+        if key in _ROPE_KEYS:
+            rope[str(key)] = item
+            continue
+        rest[str(key)], inner = _split_rope(item)
+        if inner:
+            rope[str(key)] = inner
+    return rest, rope
 
 
 def _hf_config_fields(hf_config: Any) -> Any:

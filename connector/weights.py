@@ -32,7 +32,7 @@ def weight_files(name: str, revision: str | None, download_dir: str | None) -> l
     path = Path(name)
     if path.is_file():
         return [path]
-    directory = path if path.is_dir() else _hub_snapshot(name, revision, download_dir)
+    directory = path if path.is_dir() else hub_snapshot(name, revision, download_dir)
     if directory is None:
         return []
     files = sorted((file for file in directory.iterdir() if file.is_file()), key=lambda file: file.name)
@@ -40,7 +40,7 @@ def weight_files(name: str, revision: str | None, download_dir: str | None) -> l
     return weights or (files if directory == path else [])
 
 
-def _hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+def hub_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Where the Hugging Face cache keeps `name` at `revision`: <cache>/models--ORG--NAME/snapshots/<commit>."""
     if name.count("/") > 1 or "://" in name:
         return None

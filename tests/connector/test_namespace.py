@@ -465,6 +465,31 @@ def test_the_rest_of_a_namespace(model: Path, hash_name: str, key_bytes: int) ->
     assert json.loads(namespace.text)["kv_cache_dtype"] == "bfloat16"
 
 
+def test_building_the_model_changes_nothing_and_what_was_given_does(tmp_path: Path) -> None:
+    """Workers see a configuration that their model has changed in place; without this no Falcon-H1 ever hit."""
+    folder = make_model(tmp_path / "m")
+    given = {"hidden_size": 256, "text_config": {"rope_parameters": {"rope_theta": 1e4}}}
+    (folder / "config.json").write_text(json.dumps(given))
+
+    def of(**fields: Any) -> bytes:
+        return fingerprint(vllm_config(folder, model__hf_config=HfConfig(hidden_size=256, **fields)))
+
+    scheduler = of(text_config={"rope_parameters": {"rope_theta": 1e4}})
+    worker = of(text_config={"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}})
+    assert scheduler == worker
+    assert of(text_config={"rope_parameters": {}, "head_dim": 64}) != scheduler
+    given["text_config"]["rope_parameters"]["rope_theta"] = 1e6  # type: ignore[index]
+    (folder / "config.json").write_text(json.dumps(given))
+    assert of(text_config={"rope_parameters": {"rope_theta": 1e6}}) != scheduler
+
+
+def test_rope_that_was_given_by_an_override_makes_a_difference(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    scaled = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+
+    assert fingerprint(vllm_config(folder)) != fingerprint(vllm_config(folder, model__hf_overrides=scaled))
+
+
 def test_the_operators_namespace_replaces_the_model_identity_and_nothing_else(tmp_path: Path) -> None:
     """Two models that the operator calls one share; another dtype still separates them."""
     one, two = make_model(tmp_path / "one"), make_model(tmp_path / "two")
