@@ -303,6 +303,7 @@ def hybrid_load(answer: LookupAnswer, names: Sequence[BlockName], tables: Sequen
         answer.lease_id,
         answer.server_epoch,
         group=1,
+        num_tables=2,
     )
     return dataclasses.replace(spec_of(answer, names, tables[0]), others=(part,))
 
