@@ -25,8 +25,8 @@ NUM_TOKENS = 12
 class Model:
     """How an engine of it is started, and what it must come to.
 
-    block_size: of our unit. num_workers: processes of one engine that attach as workers. payload_bytes: stored per
-    unit, of each kind of layers.
+    block_size: of our unit. num_sessions: attached by one engine. payload_bytes: stored per unit, of each kind of
+    layers.
     """
 
     name: str
@@ -49,12 +49,12 @@ MODELS = {
     "mamba": Model(
         "mamba", 128, 3, (2 * 4 * PAGE, 2 * (3 * 320 + 8 * 32 * 32) * 4), {**FLOAT32, "enable_prefix_caching": True}, {}
     ),
-    # Three layers of 576 numbers per token, bfloat16 (the CPU's experts know no float32), one copy for two ranks.
+    # Three layers of 576 numbers per token, bfloat16 (the CPU's experts know no float32); one copy for two ranks.
     "mla": Model(
         "mla",
-        16,
+        128,
         3,
-        (3 * 16 * 576 * 2,),
+        (3 * 128 * 576 * 2,),
         {**FLOAT32, "dtype": "bfloat16", "tensor_parallel_size": 2},
         {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
@@ -86,7 +86,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         def engine(name: str, **more: Any) -> Engine:
             return Engine(folder / f"{name}.log", environment=model.environment, **settings, **more)
 
-        transfer = connector_config(server.unix_address)
+        # As in test_parallel.py: two workers that wait by `sched_yield` leave the server no processor otherwise.
+        transfer = connector_config(server.unix_address, lookup_wait_ms=500)
         writer = engine("first", kv_transfer_config=transfer)  # the two start side by side
         try:
             with engine("cold") as it:
