@@ -56,7 +56,7 @@ def test_two_logs_say_why_two_engines_do_not_share(tmp_path: Path, model: Path) 
         '  kv_cache_dtype: "bfloat16" | "float32"',
         '  kv_groups[0][0].dtype: "bfloat16" | "float32"',
         "  kv_groups[0][0].page_bytes: 8192 | 16384",
-        "  model.config.rope_theta: 10000.0 | 5.0",
+        "  model.config.resolved.rope_theta: 10000.0 | 5.0",
         '  model_dtype: "bfloat16" | "float32"',
         "  -> kv_cache_dtype: --kv-cache-dtype, or --dtype where it is auto",
         "  -> kv_groups: another model, another --block-size, --dtype or tensor parallel size",
