@@ -1,6 +1,7 @@
 """Two teams on one server: nobody sees, takes or pushes out what is the other's."""
 
 import contextlib
+import json
 import mmap
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from cache_server.exposition import NAMESPACE_DIGITS, Exposition
 from cache_server.status import status_of
+from cache_server.tenants import fingerprint_of
 from protos import kv_cache_pb2 as pb
 from protos import kv_cache_pb2_grpc as pb_grpc
 from protos.channel import open_channel
@@ -201,6 +203,32 @@ def test_namespaces_that_a_token_may_not_use(server: ServerProcess, tenants: Ten
     for wrong in (secret, {"key_bytes": 32}, {**secret, "text": llama["text"]}, {**llama, "text": ""}):
         with refused(DENIED, "tenant team-a may neither read nor write namespace"):
             Client(server.unix, credentials={"token": token}, **wrong)
+
+
+def test_another_kind_of_layers_needs_the_right_to_read_it(server: ServerProcess, tenants: Tenants) -> None:
+    """A lookup over several kinds of blocks names other namespaces: of the same tenant, and only what may be read."""
+    llama, other = named("llama"), named("mistral")
+    mine = pb.KvGroup(fingerprint=_of_group(llama, 1)["fingerprint"], num_replicas=1)
+    foreign = pb.KvGroup(fingerprint=other["fingerprint"], num_replicas=1)
+    with (
+        engine(server, tenants.tokens["team-a"], **other),
+        engine(server, tenants.tokens["a-llama"], **_of_group(llama, 1)) as (of_group, _),
+        engine(server, tenants.tokens["a-llama"], **llama) as (worker, scheduler),
+    ):
+        worker.save(KEYS)
+        of_group.save(KEYS)
+        request = pb.LookupRequest(session_id=scheduler.id, keys=b"".join(KEYS), lease=True, groups=[mine])
+        reply = scheduler.stub.Lookup(request, timeout=TIMEOUT_S)
+        assert reply.hit_end == 6  # positive control
+        request.groups[0].CopyFrom(foreign)
+        with refused(DENIED, "may not read"):
+            scheduler.stub.Lookup(request, timeout=TIMEOUT_S)
+
+
+def _of_group(namespace: dict[str, Any], number: int) -> dict[str, Any]:
+    """The namespace of one more kind of its layers."""
+    fields = {**json.loads(namespace["text"]), "kv_group": number}
+    return {**namespace, "fingerprint": fingerprint_of(fields), "text": json.dumps(fields)}
 
 
 def test_reading_only_and_writing_only(server: ServerProcess, tenants: Tenants) -> None:
