@@ -75,7 +75,11 @@ class Run:
     failed_tokens: float
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+# Three engines each: one model in every run, the others with --long.
+@pytest.fixture(
+    scope="module",
+    params=["gemma3", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "gemma3")],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     model = MODELS[request.param]
     folder = tmp_path_factory.mktemp(model.name)
