@@ -188,13 +188,16 @@ class Proxy:
 
 
 async def _together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Until all have ended, or one has failed and the others are stopped."""
+    """Until all have ended, or one has failed and the others are stopped: a ConnectionError."""
+    has_failed = False
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:
                 group.create_task(coroutine)
     except* OSError:
-        raise ConnectionError from None
+        has_failed = True  # raised in here it would come out as a group, before Python 3.11.4
+    if has_failed:
+        raise ConnectionError
 
 
 def _listening(address: Address) -> socket.socket:

@@ -1,5 +1,6 @@
 """The proxy before Unix sockets, and half-open links; what it does on TCP is in tests/redis/test_proxy.py."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proxy import Proxy
+from tests.proxy import Proxy, _together
 
 
 @pytest.fixture
@@ -85,3 +86,16 @@ def test_dropped_bytes_are_lost_and_nothing_ends(echo: str) -> None:
         connection.settimeout(3)
         connection.sendall(b"b")
         assert connection.recv(100) == b"b"
+
+
+async def test_a_broken_connection_is_an_error_that_the_proxy_takes() -> None:
+    """However deep, on every Python: a group would be logged by whoever collects the task, in another test."""
+
+    async def breaks() -> None:
+        raise ConnectionResetError
+
+    async def goes_on() -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(ConnectionError):
+        await _together(_together(breaks(), goes_on()), goes_on())
