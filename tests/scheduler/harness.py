@@ -31,6 +31,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from packaging.version import Version
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -42,6 +43,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.version import __version__ as vllm_version
 
 from connector.block_keys import BlockKeys, identity_of, root_key
 from connector.metrics import LINE, PrefixCacheStats
@@ -59,6 +61,11 @@ TAINTED: Digest = b"tainted"  # computed from KV that is not the engine's any mo
 # Address → server, for connectors that are made deep inside of a Scheduler's constructor.
 _SERVERS: dict[str, FakeServer] = {}
 _addresses = (f"unix:///fake/{number}" for number in itertools.count())
+
+
+# A paused vLLM waits for loads that are on their way. From here on it also admits the requests whose load has ended,
+# so that the pause leaves nothing behind; before, resetting its caches then fails, with or without a connector.
+ADMITS_LOADED_WHILE_PAUSED = Version(vllm_version) >= Version("0.32")
 
 
 def _address_of(server: FakeServer) -> str:

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from connector.load_record import PAUSE_MIN_S
 from connector.scheduler import GATE_SHARE
 from tests.fakes import FakeServer
-from tests.scheduler.harness import Engine
+from tests.scheduler.harness import ADMITS_LOADED_WHILE_PAUSED, Engine
 from tests.scheduler.test_lookup import PROMPT, filled, matches_of
 from tests.scheduler.test_trouble import finish_pause
 
@@ -258,7 +258,7 @@ def test_pause_and_sleep_in_trouble(model: Path, shape: dict[str, Any], trouble:
         assert not engine.worker.loading_block_ids()
         if any(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in engine.requests.values()):
             assert mode == "wait"
-            assert not hasattr(engine.scheduler, "kv_holding_waiting"), "up to 0.30 vLLM refuses the reset, without us"
+            assert not ADMITS_LOADED_WHILE_PAUSED, "before 0.32 vLLM refuses the reset, without us"
             continue
         finish_pause(engine)
         loaded = engine.worker.num_loaded_blocks
