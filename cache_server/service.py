@@ -302,7 +302,7 @@ class Service:
     # --- names ----------------------------------------------------------------------------------------------
 
     async def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
-        outlook = NOTHING
+        outlook, groups = NOTHING, _groups(request)
         # Whether blocks are present is asked to decide what to save: what lies in Redis only may be saved again.
         if self._lower is not None and request.lease:
             outlook = await self._lower.extend(
@@ -311,20 +311,20 @@ class Service:
                 request.first,
                 request.wait_ms / 1000,
                 request.recompute_us_per_block,
-                _groups(request),
+                groups,
             )
         session = self._cache.sessions.attached(request.session_id)
         limits: tuple[int, int | None] = (0, None)
         if payload_bytes := self._cache.sessions.streamed_payload_bytes(session):
             limits = self._streams.limits(session.engine_id, payload_bytes, request.recompute_us_per_block)
-        if request.window or request.groups:
+        if request.window or groups:
             result = self._cache.lookup_groups(
                 request.session_id,
                 request.keys,
                 request.first,
                 request.lease,
                 request.window,
-                _groups(request),
+                groups,
                 *limits,
             )
         else:

@@ -136,7 +136,7 @@ class GroupAnswer:
     checksums: U64 | None = None
 
     def is_present(self, block: int) -> bool:
-        return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
+        return _has_bit(self.present, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class LookupAnswer:
     others: tuple[GroupAnswer, ...] = ()
 
     def is_present(self, block: int) -> bool:
-        return block >> 3 < len(self.present) and bool(self.present[block >> 3] >> (block & 7) & 1)
+        return _has_bit(self.present, block)
 
     def covers(self, local: int) -> bool:
         """Whether, beside blocks [0, local), all is promised that is needed to go on at `hit_end`."""
@@ -328,19 +328,13 @@ class LookupCall:
             return None
         reply = self._future.result()
         lease_s = reply.lease_ms / 1000
-        num_blocks = reply.hit_end - reply.hit_start
-        shape = (self._client.hello.num_shards, num_blocks)
-        slots = np.frombuffer(reply.slots, dtype="<u8")
-        generations = np.frombuffer(reply.generations, dtype="<u4")
-        if num_blocks == 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:
-            shape = (shape[0], 0)
-            slots, generations = slots[:0], generations[:0]
-        groups = self._client.hello.others
+        hello = self._client.hello
+        slots, generations, checksums = _promised(reply, hello.num_shards, reply.hit_end)
+        groups = hello.others
         replies = list(reply.groups)
         if len(replies) != len(groups):  # a server that does not know of groups: what it promises is not enough
             replies = [kv_cache_pb2.KvGroupReply(hit_start=reply.hit_end)] * len(groups)
-            shape = (shape[0], 0)
-            slots, generations = slots[:0], generations[:0]
+            slots, generations, checksums = slots[:, :0], generations[:, :0], None
         others = tuple(
             GroupAnswer(of.present, of.hit_start, group.window, *_promised(of, group.num_shards, reply.hit_end))
             for of, group in zip(replies, groups, strict=True)
@@ -348,17 +342,17 @@ class LookupCall:
         return LookupAnswer(
             present=reply.present,
             hit_start=reply.hit_start,
-            hit_end=reply.hit_start + shape[1],
+            hit_end=reply.hit_start + slots.shape[1],
             lease_id=reply.lease_id,
             deadline=self._sent + lease_s,
             half_life=self._sent + lease_s / 2,
-            slots=slots.reshape(shape),
-            generations=generations.reshape(shape),
+            slots=slots,
+            generations=generations,
             workers_missing=reply.missing_workers > 0,
             server_epoch=self._session.server_epoch,
-            checksums=_checksums(reply.checksums, shape),
+            checksums=checksums,
             retry_at=self._client.now() + reply.retry_ms / 1000 if reply.retry and reply.retry_ms else None,
-            window=self._client.hello.window,
+            window=hello.window,
             others=others,
         )
 
@@ -368,19 +362,22 @@ def checksums_of(answer: LookupAnswer | GroupAnswer, columns: slice) -> bytes:
     return b"" if answer.checksums is None else np.ascontiguousarray(answer.checksums[:, columns]).tobytes()
 
 
-def _checksums(packed: bytes, shape: tuple[int, ...]) -> U64 | None:
-    checksums = np.frombuffer(packed, dtype="<u8")
-    return checksums.reshape(shape) if checksums.size == shape[0] * shape[1] > 0 else None
-
-
-def _promised(reply: kv_cache_pb2.KvGroupReply, num_shards: int, hit_end: int) -> tuple[U64, U32, U64 | None]:
-    """(slots, generations, checksums) of a group, `[num_shards, hit_end - hit_start]`; nothing if not as many."""
+def _promised(
+    reply: kv_cache_pb2.LookupReply | kv_cache_pb2.KvGroupReply, num_shards: int, hit_end: int
+) -> tuple[U64, U32, U64 | None]:
+    """(slots, generations, checksums), `[num_shards, hit_end - hit_start]`; nothing if they are not as many."""
     slots, generations = np.frombuffer(reply.slots, dtype="<u8"), np.frombuffer(reply.generations, dtype="<u4")
     shape = (num_shards, hit_end - reply.hit_start)
     if shape[1] <= 0 or slots.size != shape[0] * shape[1] or generations.size != slots.size:
         shape = (num_shards, 0)
         slots, generations = slots[:0], generations[:0]
-    return slots.reshape(shape), generations.reshape(shape), _checksums(reply.checksums, shape)
+    checksums = np.frombuffer(reply.checksums, dtype="<u8")
+    has_checksums = checksums.size == shape[0] * shape[1] > 0
+    return slots.reshape(shape), generations.reshape(shape), checksums.reshape(shape) if has_checksums else None
+
+
+def _has_bit(present: bytes, block: int) -> bool:
+    return block >> 3 < len(present) and bool(present[block >> 3] >> (block & 7) & 1)
 
 
 class CacheClient:

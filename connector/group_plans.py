@@ -23,7 +23,6 @@ class GroupPlans:
     def __init__(self, groups: Groups) -> None:
         self._unit = groups.unit
         self._stored = groups.stored
-        self._group_ids = groups.group_ids
 
     @staticmethod
     def follow(tables: list[list[int]], change: BlockTableChange) -> None:
