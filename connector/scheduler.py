@@ -45,6 +45,7 @@ import numpy as np
 
 from connector.block_keys import BlockKeys, RequestIdentity
 from connector.client import LookupAnswer, checksums_of
+from connector.fill_calendar import FillCalendar
 from connector.group_plans import GroupPlans
 from connector.groups import Groups
 from connector.load_record import LoadRecord
@@ -180,6 +181,7 @@ class SchedulerSide:
         self._unwanted: set[str] = set()  # loads in flight that were cancelled
         self._nameless: dict[int, tuple[RequestState, int]] = {}  # ticket → whose block, its number
         self._names: dict[int, BlockName | None] = {}
+        self._fills = FillCalendar()
         self._next_ticket = 0
         self._released: list[int] = []
         self._has_answered = False  # with a number, since the last plan
@@ -502,16 +504,11 @@ class SchedulerSide:
             self._save_late_answers(saves)
         if scheduler_output.scheduled_spec_decode_tokens:
             self._speculates = True
-        states = self._states
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            state = states.get(request_id)
-            if state is not None:
-                end = state.request.num_computed_tokens + num_scheduled
-                if end >= state.save_at:
-                    if self._groups is None:
-                        self._save_full_blocks(state, end // self._block_size, saves)
-                    else:
-                        self._save_full_units(state, end, saves)
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in self._fills.take(scheduled, scheduler_output.total_num_scheduled_tokens):
+            state = self._states.get(request_id)
+            if state is not None and state.save_at < math.inf:
+                self._save_what_fills(state, scheduled.get(request_id, 0), saves)
         self._let_leases_go()
         if scheduler_output.num_scheduled_tokens or self._in_flight:
             self._stalled_steps = 0
@@ -526,6 +523,16 @@ class SchedulerSide:
         self._unwanted |= self._cancelled
         self._new_loads, self._names, self._cancelled = [], {}, set()
         return plan
+
+    def _save_what_fills(self, state: RequestState, num_scheduled: int, saves: list[SaveSpec]) -> None:
+        end = state.request.num_computed_tokens + num_scheduled
+        if num_scheduled and end >= state.save_at:
+            if self._groups is None:
+                self._save_full_blocks(state, end // self._block_size, saves)
+            else:
+                self._save_full_units(state, end, saves)
+        if state.save_at < math.inf:
+            self._fills.expect(state.request.request_id, int(state.save_at) - end)
 
     def _time_step(self, scheduler_output: Any) -> None:
         """A step lasts until the next one is planned. Its prompt tokens: all but one per request."""
@@ -572,6 +579,7 @@ class SchedulerSide:
         self._saved_up_to(state, num_there)
         if state.save_stop == 0:
             return
+        self._fills.expect(state.request.request_id, 1)  # this very step
         if state.question is None:
             limit = min((state.request.num_tokens - 1) // self._block_size, state.save_stop)
             self._ask(state, num_there, limit, for_load=False)
@@ -783,6 +791,7 @@ class SchedulerSide:
     def forget(self, request_id: str) -> None:
         """Drops all that is known of a request. A load in flight is cancelled, and stays known until reported."""
         self._bypassed.pop(request_id, None)
+        self._fills.forget(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
             self._discard_gathers(state)
